@@ -36,6 +36,8 @@ class FailReason(enum.IntEnum):
     OUTGREW_POOL = 3
     #: Chunked prefill is off and the prompt exceeds the token budget of a pass.
     BUDGET_TOO_SMALL = 4
+    #: The policy never admits it.
+    NOT_ADMITTED = 5
 
 
 #: A run of prompt tokens: token ``j`` is ``(start + j * step) mod 2**32``, ``step`` in {0, 1}.
@@ -87,5 +89,214 @@ REQUEST_RECORD = np.dtype(
         ("reason", "<i4"),  # FailReason
         ("needed", "<i8"),  # blocks or tokens that `reason` found too many, else 0
         ("row", "<i8"),  # index of the request in its workload
+    ]
+)
+
+TABLE_CLASSES = 32
+MAX_DRAFTS = 64
+
+# ---------------------------------------------------------------- the arena
+
+#: ChaCha12 generator (`rng_t` of _core/rng.pxd).
+RNG = np.dtype([("key", "<u4", (8,)), ("block", "<u8"), ("words", "<u4", (16,)), ("used", "<i8")])
+
+#: Constants of a rank, one row.
+CONFIG = np.dtype(
+    [
+        ("num_blocks", "<i8"),
+        ("block_size", "<i8"),
+        ("max_model_len", "<i8"),  # 0: no limit
+        ("max_running", "<i8"),  # cap of the running set
+        ("budget", "<i8"),  # tokens per pass
+        ("total_kv_tokens", "<i8"),  # num_blocks * block_size
+        ("nextn", "<i8"),  # draft tokens, 0: no speculation
+        ("speedup", "<f8"),  # divides durations, 0: unscaled
+        ("decode_speedup", "<f8"),  # divides decode durations further
+        ("prefill_ms", "<f8"),  # FIXED: modelled durations, scaled and rounded
+        ("decode_ms", "<f8"),
+        ("caching", "<i4"),
+        ("chunked", "<i4"),
+        ("gate", "<i4"),  # gate_kind
+        ("may_preempt", "<i4"),
+        ("victim", "<i4"),  # victim_kind
+        ("order", "<i4"),  # order_kind
+        ("worker", "<i4"),  # worker_kind
+        ("timing", "<i4"),  # timing_kind
+        ("recompute_last", "<i4"),  # a full hit recomputes the last block
+        ("eager_samples", "<i4"),  # blocks of samples are taken at emission
+        ("first_token_is_decode", "<i4"),
+        ("decode_from_blocks", "<i4"),
+        ("floor_every_decode", "<i4"),
+        ("always_draft", "<i4"),  # drafts need neither an emission nor budget
+        ("emit_events", "<i4"),
+        ("ask_admission", "<i4"),  # the policy decides each admission by code
+        ("ask_order", "<i4"),  # the policy orders the waiting requests
+        ("giveback", "<i4"),  # cached blocks computed again for the drafter
+        ("keep_locals", "<i4"),  # local hashes are kept with the content
+        ("unused", "<i4"),
+        ("accept_rates", "<f8", (MAX_DRAFTS,)),
+    ]
+)
+
+#: Every scalar of a rank, one row.
+HEADER = np.dtype(
+    [
+        ("num_running", "<i8"),
+        ("num_waiting", "<i8"),
+        ("num_live", "<i8"),  # rows in use
+        ("high_water", "<i8"),  # rows ever used
+        ("arrivals", "<i8"),  # next waiting_order
+        ("passes", "<i8"),  # passes executed
+        ("preemptions_total", "<i8"),
+        ("capacity_generation", "<i8"),  # grows whenever capacity may have grown
+        ("next_event_id", "<i8"),
+        ("num_events", "<i8"),  # rows of `events` not drained
+        ("num_event_blocks", "<i8"),
+        ("num_free", "<i8"),  # blocks without content, on the stack
+        ("num_inactive", "<i8"),  # findable blocks without references
+        ("num_reserved", "<i8"),  # free blocks promised inside a pass
+        ("table_used", "<i8"),  # bump pointer of the block-table heap
+        ("running_blocks", "<i8"),  # table entries of running requests
+        ("running_completion", "<i8"),  # blocks those will have when complete
+        ("queued_count", "<i8"),  # waiting, never preempted: number, sum and sum of squares of prompt lengths
+        ("queued_sum", "<i8"),
+        ("queued_squares", "<i8"),
+        ("requeued_count", "<i8"),  # preempted and waiting: of whole lengths
+        ("requeued_sum", "<i8"),
+        ("requeued_squares", "<i8"),
+        ("committed_prefill_tokens", "<i8"),
+        ("duration_count", "<i8"),  # Welford over pass durations
+        ("duration_sum", "<f8"),
+        ("duration_mean", "<f8"),
+        ("duration_m2", "<f8"),
+        ("waiting_head", "<i4"),
+        ("waiting_tail", "<i4"),
+        ("free_request", "<i4"),  # head of the list of unused rows
+        ("effect_free", "<i4"),  # the last pass changed nothing
+        ("table_free", "<i4", (TABLE_CLASSES,)),  # heads of the free spans of 2**k entries
+        ("rng", RNG),  # acceptance draws
+    ]
+)
+
+#: A live request, 128 bytes.
+REQUEST = np.dtype(
+    [
+        ("num_input", "<i4"),  # prompt tokens
+        ("length", "<i4"),  # prompt and generated tokens
+        ("limit", "<i4"),  # length at which generation is complete
+        ("generated", "<i4"),
+        ("computed", "<i4"),  # tokens whose KV is computed
+        ("allocated", "<i4"),  # tokens the lease covers
+        ("capacity", "<i4"),  # n_blocks * block_size
+        ("next_seal", "<i4"),  # computing this many tokens completes a block
+        ("table", "<i4"),  # first entry of its block table, -1: none
+        ("n_blocks", "<i4"),  # entries in use
+        ("drafts", "<i4"),  # proposed by its last emission
+        ("sched_drafts", "<i4"),  # scheduled in pass `stamp`
+        ("stamp", "<i8"),  # pass that scheduled it last
+        ("status", "u1"),  # request_status
+        ("flags", "u1"),  # request_flag
+        ("table_class", "u1"),  # log2 of the span
+        ("unused", "u1"),
+        ("sched_total", "<i4"),  # tokens scheduled in pass `stamp`
+        ("id_hi", "<u8"),
+        ("id_lo", "<u8"),
+        ("waiting_order", "<i8"),
+        ("score", "<f8"),
+        ("next", "<i4"),  # waiting list, or list of unused rows
+        ("prev", "<i4"),
+        ("sched_prompt", "<i4"),  # prompt tokens scheduled in pass `stamp`
+        ("hashed", "<i4"),  # leading blocks whose hash is known
+        ("preemptions", "<i4"),
+        ("cached_prefix", "<i4"),  # reuse of the first admission, -1: not admitted yet
+        ("max_output", "<i4"),
+        ("reused", "<i4"),  # reuse of the last admission
+    ]
+)
+
+#: A block of the pool, 32 bytes; the row after the last is the sentinel of the inactive list.
+BLOCK = np.dtype(
+    [
+        ("hash", "<u8"),
+        ("refs", "<i4"),
+        ("prev", "<i4"),  # inactive list, oldest first
+        ("next", "<i4"),
+        ("copy_prev", "<i4"),  # copies of the same hash, oldest first
+        ("copy_next", "<i4"),
+        ("hashed", "<i4"),  # 1: findable by `hash`
+    ]
+)
+
+#: A slot of the table of findable blocks, 16 bytes.
+HASH_SLOT = np.dtype(
+    [
+        ("hash", "<u8"),
+        ("first", "<i4"),  # oldest copy, NO_BLOCK: empty slot
+        ("last", "<i4"),
+    ]
+)
+
+#: A KV event; its blocks are `count` rows of EVENT_BLOCK from `first`.
+EVENT = np.dtype(
+    [
+        ("event_id", "<i8"),
+        ("parent_hash", "<u8"),
+        ("at_ms", "<f8"),  # end of the pass, filled when it completes
+        ("first", "<i4"),  # first row in event_blocks
+        ("count", "<i4"),
+        ("kind", "<i4"),  # event_kind
+        ("flags", "<i4"),  # event_flag
+    ]
+)
+
+#: A block of a KV event.
+EVENT_BLOCK = np.dtype(
+    [
+        ("block_hash", "<u8"),
+        ("tokens_hash", "<u8"),
+        ("slot", "<i4"),  # request that computed it, for its token ids
+        ("index", "<i4"),  # position in that request
+    ]
+)
+
+#: An output signal.
+SIGNAL = np.dtype(
+    [
+        ("id_hi", "<u8"),
+        ("id_lo", "<u8"),
+        ("slot", "<i4"),
+        ("token", "<u4"),
+        ("flags", "<i4"),  # signal_flag
+        ("cached", "<i4"),  # with HAS_CACHED
+        ("reason", "<i4"),  # fail_reason
+        ("num_input", "<i4"),
+        ("needed", "<i8"),  # blocks or tokens that `reason` found too many
+        ("generated", "<i4"),  # tokens so far, this one included
+        ("preemptions", "<i4"),
+    ]
+)
+
+#: A request that entered the running set.
+ADMISSION = np.dtype(
+    [
+        ("id_hi", "<u8"),
+        ("id_lo", "<u8"),
+        ("slot", "<i4"),
+        ("reused", "<i4"),
+    ]
+)
+
+#: A preemption, with the occupancy around it.
+PRESSURE = np.dtype(
+    [
+        ("id_hi", "<u8"),
+        ("id_lo", "<u8"),
+        ("running_before", "<i4"),
+        ("waiting_before", "<i4"),
+        ("running_after", "<i4"),
+        ("waiting_after", "<i4"),
+        ("active_before", "<i8"),
+        ("active_after", "<i8"),
+        ("request_blocks", "<i8"),
     ]
 )

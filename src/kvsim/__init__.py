@@ -1,0 +1,1 @@
+"""kvsim: a fast, step-exact simulator of LLM serving engines."""

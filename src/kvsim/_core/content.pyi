@@ -1,0 +1,96 @@
+from collections.abc import Sequence
+from typing import Literal, TypeAlias, final, overload
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "AcceptanceSampler",
+    "expand_parts",
+    "hash_parts",
+    "hash_workload",
+    "intern_ids",
+    "planned_tokens",
+    "synthetic_tokens",
+    "xxh3_64",
+]
+
+_U32: TypeAlias = npt.NDArray[np.uint32]
+_U64: TypeAlias = npt.NDArray[np.uint64]
+_I64: TypeAlias = npt.NDArray[np.int64]
+_Rows: TypeAlias = npt.NDArray[np.void]  # layout.SEGMENT or layout.REQUEST_SPEC
+_Parts: TypeAlias = Sequence[_U32 | _Rows]  # token ids or layout.SEGMENT
+
+def xxh3_64(data: bytes | bytearray | memoryview | npt.NDArray[np.uint8], seed: int = 0) -> int: ...
+@overload
+def hash_workload(
+    specs: _Rows,
+    segments: _Rows,
+    tokens: _U32,
+    planned: _U32,
+    block_size: int,
+    max_tokens: int,
+    want_local: Literal[True],
+) -> tuple[_U64, _U64, _I64]: ...
+@overload
+def hash_workload(
+    specs: _Rows,
+    segments: _Rows,
+    tokens: _U32,
+    planned: _U32,
+    block_size: int,
+    max_tokens: int,
+    want_local: Literal[False],
+) -> tuple[_U64, None, _I64]: ...
+@overload
+def hash_workload(
+    specs: _Rows,
+    segments: _Rows,
+    tokens: _U32,
+    planned: _U32,
+    block_size: int,
+    max_tokens: int,
+    want_local: bool,
+) -> tuple[_U64, _U64 | None, _I64]: ...
+@overload
+def hash_parts(
+    parts: _Parts,
+    outputs: _U32 | None,
+    id_hi: int,
+    id_lo: int,
+    num_output: int,
+    block_size: int,
+    max_tokens: int,
+    want_local: Literal[True],
+) -> tuple[_U64, _U64]: ...
+@overload
+def hash_parts(
+    parts: _Parts,
+    outputs: _U32 | None,
+    id_hi: int,
+    id_lo: int,
+    num_output: int,
+    block_size: int,
+    max_tokens: int,
+    want_local: Literal[False],
+) -> tuple[_U64, None]: ...
+@overload
+def hash_parts(
+    parts: _Parts,
+    outputs: _U32 | None,
+    id_hi: int,
+    id_lo: int,
+    num_output: int,
+    block_size: int,
+    max_tokens: int,
+    want_local: bool,
+) -> tuple[_U64, _U64 | None]: ...
+def expand_parts(parts: _Parts) -> _U32: ...
+def synthetic_tokens(id_hi: int, id_lo: int, count: int) -> _U32: ...
+def planned_tokens(seed: int, count: int, skip: int = 0) -> _U32: ...
+def intern_ids(ids: _U64) -> _U32: ...
+
+@final
+class AcceptanceSampler:
+    def __init__(self, seed: int) -> None: ...
+    def accept(self, p: float) -> bool: ...

@@ -1,0 +1,820 @@
+"""Content of requests: token ids, local block hashes and chained sequence hashes.
+
+Rules: kv-cache.md section 1 (block hashes), vllm.md sections 2 and 7 (output ids and
+the planned stream), workloads-and-report.md section 1.2 (segments). A prompt given as
+segments is never spelled out: a whole block inside a run of one token costs one local
+hash per token value, and only blocks across a border are put together in a scratch row.
+"""
+
+cimport cython
+cimport numpy as cnp
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.string cimport memcpy
+
+from kvsim._core.rng cimport rng_accept, rng_block, rng_seed, rng_t
+from kvsim._core.xxh3 cimport (
+    BLOCK_HASH_SEED,
+    XXH3_SHORT_BYTES,
+    xxh3_64 as hash_bytes,
+    xxh3_derive_secret,
+    xxh3_equal_tokens,
+    xxh3_pair,
+    xxh3_tokens,
+)
+
+import numpy as np
+
+from kvsim.layout import REQUEST_SPEC, SEGMENT
+
+__all__ = [
+    "AcceptanceSampler",
+    "expand_parts",
+    "hash_parts",
+    "hash_workload",
+    "intern_ids",
+    "planned_tokens",
+    "synthetic_tokens",
+    "xxh3_64",
+]
+
+cnp.import_array()
+
+_UINT32 = np.dtype(np.uint32)
+_UINT64 = np.dtype(np.uint64)
+
+cdef extern from *:
+    """
+    /* Largest count of tokens: three of them can be added without overflow. */
+    #define KVSIM_MAX_TOKENS ((int64_t)1 << 61)
+    """
+    const int64_t MAX_TOKENS "KVSIM_MAX_TOKENS"
+
+cdef enum:
+    MAX_RUN_HASHES = 65536  # rows of the table of local hashes of runs: 1 MB
+
+
+cdef struct segment_t:  # layout.SEGMENT
+    uint32_t start
+    uint32_t step
+    int64_t length
+
+
+cdef struct request_spec_t:  # layout.REQUEST_SPEC
+    uint64_t id_hi
+    uint64_t id_lo
+    double arrival_ms
+    int64_t input_tokens
+    int64_t max_output_tokens
+    int64_t prompt_offset
+    int64_t prompt_count
+    int64_t planned_offset
+    int32_t session
+    int32_t turn
+    int32_t dp_rank
+    int32_t prompt_is_tokens
+
+
+cdef struct run_hash_t:  # local hash of a block of equal tokens, at index token modulo the table size
+    uint64_t local
+    uint32_t token
+    uint32_t is_set
+
+
+cdef struct chain_t:  # one request's content on its way through the hash functions
+    int64_t block_size
+    int64_t left  # tokens still to come, up to the end of the last full block
+    int64_t filled  # tokens of the block under way in `scratch`, < block_size
+    uint32_t* scratch  # block_size tokens
+    uint64_t parent  # sequence hash of the last finished block
+    int64_t n_blocks  # finished blocks
+    uint64_t* hashes  # where the next request's hashes go
+    uint64_t* local  # likewise, or NULL
+    const uint64_t* secret  # of BLOCK_HASH_SEED
+    run_hash_t* runs  # NULL: only the last run is remembered
+    uint32_t run_mask
+    run_hash_t last_run
+
+
+cdef inline void chain_start(chain_t* chain, int64_t n_tokens) noexcept nogil:
+    """Begin a request of `n_tokens`; the outputs point at its first block."""
+    chain.left = n_tokens - n_tokens % chain.block_size
+    chain.filled = 0
+    chain.n_blocks = 0
+
+
+cdef inline void chain_push(chain_t* chain, uint64_t local) noexcept nogil:
+    """Append a finished block with this local hash."""
+    chain.parent = local if chain.n_blocks == 0 else xxh3_pair(chain.parent, local)
+    chain.hashes[0] = chain.parent
+    chain.hashes += 1
+    if chain.local != NULL:
+        chain.local[0] = local
+        chain.local += 1
+    chain.n_blocks += 1
+
+
+cdef inline void chain_close_scratch(chain_t* chain) noexcept nogil:
+    """Hash the scratch row if it is full."""
+    if chain.filled == chain.block_size:
+        chain_push(chain, xxh3_tokens(chain.scratch, chain.block_size, chain.secret))
+        chain.filled = 0
+
+
+cdef inline uint64_t chain_run_hash(chain_t* chain, uint32_t token) noexcept nogil:
+    """Local hash of a block of `token` only."""
+    cdef run_hash_t* entry = &chain.last_run
+    if chain.runs != NULL:
+        entry = &chain.runs[token & chain.run_mask]
+    if not entry.is_set or entry.token != token:
+        entry.local = xxh3_equal_tokens(token, chain.block_size, chain.secret)
+        entry.token = token
+        entry.is_set = 1
+    return entry.local
+
+
+cdef inline void fill_tokens(uint32_t* out, uint32_t start, uint32_t step, int64_t n) noexcept nogil:
+    """Write tokens start, start + step, ... modulo 2**32."""
+    cdef int64_t i
+    for i in range(n):
+        out[i] = start + step * <uint32_t> i
+
+
+cdef void chain_segment(chain_t* chain, const segment_t* segment) noexcept nogil:
+    """Feed a segment, as far as the request still needs it."""
+    cdef int64_t size = chain.block_size
+    cdef int64_t n = segment.length if segment.length < chain.left else chain.left
+    cdef uint32_t start = segment.start
+    cdef uint32_t step = segment.step
+    cdef int64_t i, take, n_whole
+    cdef uint64_t local, parent
+    chain.left -= n
+    if chain.filled:
+        take = n if n < size - chain.filled else size - chain.filled
+        fill_tokens(chain.scratch + chain.filled, start, step, take)
+        chain.filled += take
+        n -= take
+        start += step * <uint32_t> take
+        chain_close_scratch(chain)
+    n_whole = n // size
+    if n_whole and step == 0:
+        local = chain_run_hash(chain, start)
+        chain_push(chain, local)
+        parent = chain.parent
+        for i in range(n_whole - 1):
+            parent = xxh3_pair(parent, local)
+            chain.hashes[i] = parent
+        if chain.local != NULL:
+            for i in range(n_whole - 1):
+                chain.local[i] = local
+            chain.local += n_whole - 1
+        chain.hashes += n_whole - 1
+        chain.n_blocks += n_whole - 1
+        chain.parent = parent
+    elif n_whole:
+        for i in range(n_whole):
+            fill_tokens(chain.scratch, start, step, size)
+            chain_push(chain, xxh3_tokens(chain.scratch, size, chain.secret))
+            start += step * <uint32_t> size
+    n -= n_whole * size
+    if n:
+        fill_tokens(chain.scratch, start, step, n)
+        chain.filled = n
+
+
+cdef void chain_tokens(chain_t* chain, const uint32_t* tokens, int64_t n) noexcept nogil:
+    """Feed `n` spelled-out tokens, as far as the request still needs them."""
+    cdef int64_t size = chain.block_size
+    cdef int64_t take
+    n = n if n < chain.left else chain.left
+    chain.left -= n
+    if chain.filled and n:
+        take = n if n < size - chain.filled else size - chain.filled
+        memcpy(chain.scratch + chain.filled, tokens, <size_t> take * 4)
+        chain.filled += take
+        tokens += take
+        n -= take
+        chain_close_scratch(chain)
+    while n >= size:
+        chain_push(chain, xxh3_tokens(tokens, size, chain.secret))
+        tokens += size
+        n -= size
+    if n:
+        memcpy(chain.scratch, tokens, <size_t> n * 4)
+        chain.filled = n
+
+
+cdef void chain_synthetic(chain_t* chain, uint64_t id_hi, uint64_t id_lo, int64_t n) noexcept nogil:
+    """Feed the first `n` outputs of a request without planned ids, as far as needed."""
+    cdef int64_t i
+    n = n if n < chain.left else chain.left
+    chain.left -= n
+    for i in range(n):
+        chain.scratch[chain.filled] = synthetic_token(id_hi, id_lo, <uint64_t> i)
+        chain.filled += 1
+        chain_close_scratch(chain)
+
+
+cdef inline int64_t content_tokens(int64_t n_input, int64_t n_output, int64_t max_tokens) noexcept nogil:
+    """Tokens a request can come to: prompt and outputs, cut to `max_tokens`."""
+    return n_input + n_output if n_input + n_output < max_tokens else max_tokens
+
+
+cdef void hash_request(
+    chain_t* chain,
+    const request_spec_t* spec,
+    const segment_t* segments,
+    const uint32_t* tokens,
+    const uint32_t* planned,
+    int64_t max_tokens,
+) noexcept nogil:
+    """Append the blocks of one request, whose row has passed `check_request`."""
+    cdef int64_t left_input = spec.input_tokens
+    cdef int64_t row = spec.prompt_offset
+    cdef segment_t segment
+    chain_start(chain, content_tokens(spec.input_tokens, spec.max_output_tokens, max_tokens))
+    if spec.prompt_is_tokens:
+        chain_tokens(chain, tokens + row, left_input)
+    else:
+        while left_input > 0 and chain.left > 0:
+            segment = segments[row]
+            segment.length = segment.length if segment.length < left_input else left_input
+            chain_segment(chain, &segment)
+            left_input -= segment.length
+            row += 1
+    if spec.planned_offset >= 0:
+        chain_tokens(chain, planned + spec.planned_offset, spec.max_output_tokens)
+    else:
+        chain_synthetic(chain, spec.id_hi, spec.id_lo, spec.max_output_tokens)
+
+
+cdef enum check_t:  # what `check_request` found wrong
+    CHECK_OK
+    CHECK_INPUT
+    CHECK_OUTPUT
+    CHECK_PROMPT_FLAG
+    CHECK_PROMPT_ROWS
+    CHECK_STEP
+    CHECK_LENGTH
+    CHECK_PROMPT_SHORT
+    CHECK_PLANNED
+
+
+cdef check_t check_request(
+    const request_spec_t* spec, const segment_t* segments, int64_t n_segments, int64_t n_tokens, int64_t n_planned
+) noexcept nogil:
+    """Whether the row can be hashed without leaving any table."""
+    cdef int64_t n_rows = n_tokens if spec.prompt_is_tokens else n_segments
+    cdef int64_t covered = 0
+    cdef int64_t i
+    if not 0 <= spec.input_tokens <= MAX_TOKENS:
+        return CHECK_INPUT
+    if not 0 <= spec.max_output_tokens <= MAX_TOKENS:
+        return CHECK_OUTPUT
+    if not 0 <= spec.prompt_is_tokens <= 1:
+        return CHECK_PROMPT_FLAG
+    if spec.prompt_offset < 0 or spec.prompt_count < 0 or spec.prompt_offset > n_rows - spec.prompt_count:
+        return CHECK_PROMPT_ROWS
+    if spec.prompt_is_tokens:
+        covered = spec.prompt_count
+    else:
+        for i in range(spec.prompt_offset, spec.prompt_offset + spec.prompt_count):
+            if segments[i].step > 1:
+                return CHECK_STEP
+            if not 0 <= segments[i].length <= MAX_TOKENS:
+                return CHECK_LENGTH
+            # Saturates, so that no sum of lengths can overflow.
+            covered = covered + segments[i].length if covered < spec.input_tokens else covered
+    if covered < spec.input_tokens:
+        return CHECK_PROMPT_SHORT
+    if spec.planned_offset < -1 or (
+        spec.planned_offset >= 0 and spec.planned_offset > n_planned - spec.max_output_tokens
+    ):
+        return CHECK_PLANNED
+    return CHECK_OK
+
+
+def _reject_request(check_t found, int64_t row, specs, int64_t n_segments, int64_t n_tokens, int64_t n_planned):
+    """Raise the ValueError for what `check_request` found in `row`."""
+    spec = specs[row]
+    table = "tokens" if spec["prompt_is_tokens"] else "segments"
+    n_rows = n_tokens if spec["prompt_is_tokens"] else n_segments
+    messages = {
+        CHECK_INPUT: f"input_tokens: must lie in 0..2**61, got {spec['input_tokens']}",
+        CHECK_OUTPUT: f"max_output_tokens: must lie in 0..2**61, got {spec['max_output_tokens']}",
+        CHECK_PROMPT_FLAG: f"prompt_is_tokens: must be 0 or 1, got {spec['prompt_is_tokens']}",
+        CHECK_PROMPT_ROWS: f"prompt_offset, prompt_count: must lie within the {n_rows} rows of {table}, "
+        f"got {spec['prompt_offset']}, {spec['prompt_count']}",
+        CHECK_STEP: "prompt: the step of a segment must be 0 or 1",
+        CHECK_LENGTH: "prompt: the length of a segment must lie in 0..2**61",
+        CHECK_PROMPT_SHORT: f"prompt: its {table} must hold at least input_tokens = {spec['input_tokens']} tokens",
+        CHECK_PLANNED: f"planned_offset: must be -1 or leave room for max_output_tokens = "
+        f"{spec['max_output_tokens']} ids in a table of {n_planned}, got {spec['planned_offset']}",
+    }
+    raise ValueError(f"specs[{row}].{messages[found]}")
+
+
+cdef inline void* data_of(object array) noexcept:
+    """First byte of a NumPy array that the caller has checked and keeps alive."""
+    return cnp.PyArray_DATA(<cnp.ndarray> array)
+
+
+def _check_array(name, array, dtype):
+    """Raise ValueError unless `array` is a one-dimensional, contiguous array of `dtype`."""
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"{name}: must be an array of {dtype}, got {type(array).__name__}")
+    if array.dtype != dtype:
+        raise ValueError(f"{name}: must have dtype {dtype}, got {array.dtype}")
+    if array.ndim != 1 or not array.flags.c_contiguous:
+        raise ValueError(f"{name}: must be one-dimensional and contiguous, got shape {array.shape}")
+    if <uintptr_t> data_of(array) % (4 if dtype.itemsize == 4 else 8):
+        raise ValueError(f"{name}: must be aligned in memory; a copy is")
+
+
+def _check_int(name, value, low, high):
+    """`value` as int; ValueError unless it is a whole number in low..high."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= value <= high:
+        raise ValueError(f"{name}: must be a whole number in {low}..{high}, got {value!r}")
+    return int(value)
+
+
+cdef int64_t count_parts(object parts) except -1:
+    """Number of tokens of `parts`; ValueError unless each is a uint32 or SEGMENT array that can be read."""
+    cdef int64_t total = 0
+    cdef int64_t i, n
+    cdef const segment_t* rows
+    for index, part in enumerate(parts):
+        if isinstance(part, np.ndarray) and part.dtype == SEGMENT:
+            _check_array(f"parts[{index}]", part, SEGMENT)
+            rows = <const segment_t*> data_of(part)
+            for i in range(part.size):
+                if rows[i].step > 1:
+                    raise ValueError(f"parts[{index}][{i}].step: must be 0 or 1, got {rows[i].step}")
+                if not 0 <= rows[i].length <= MAX_TOKENS - total:
+                    raise ValueError(
+                        f"parts[{index}][{i}].length: must be >= 0 and come to at most 2**61 in all, "
+                        f"got {rows[i].length}"
+                    )
+                total += rows[i].length
+        else:
+            _check_array(f"parts[{index}]", part, _UINT32)
+            n = part.size
+            if n > MAX_TOKENS - total:
+                raise ValueError(f"parts[{index}]: all parts must come to at most 2**61 tokens")
+            total += n
+    return total
+
+
+def xxh3_64(const uint8_t[::1] data not None, seed=0):
+    """XXH3-64 of bytes.
+
+    Parameters
+    ----------
+    data : bytes-like
+        Any length.
+    seed : int
+        0..2**64 - 1.
+
+    Returns
+    -------
+    int
+        0..2**64 - 1.
+
+    Raises
+    ------
+    ValueError
+        If `data` is not contiguous bytes or `seed` is out of range.
+    """
+    cdef uint64_t start = _check_int("seed", seed, 0, 2**64 - 1)
+    cdef size_t n = data.shape[0]
+    cdef const uint8_t* first = &data[0] if n else NULL
+    cdef uint64_t h
+    with nogil:
+        h = hash_bytes(first, n, start)
+    return h
+
+
+def hash_workload(specs, segments, tokens, planned, block_size, max_tokens, want_local):
+    """Block hashes of all requests of a workload.
+
+    The content of a request is its prompt, then its outputs (planned ids, or the
+    made-up ones of vllm.md section 2), cut to `max_tokens`. Only full blocks are hashed.
+
+    Parameters
+    ----------
+    specs : ndarray of REQUEST_SPEC, shape (n_requests,)
+        A prompt may have more tokens than `input_tokens`; the surplus is left out.
+    segments : ndarray of SEGMENT, shape (n_segments,)
+        Prompts as runs of tokens.
+    tokens : ndarray of uint32, shape (n_tokens,)
+        Prompts as token ids.
+    planned : ndarray of uint32, shape (n_planned,)
+        Planned output ids.
+    block_size : int
+        Tokens per block, >= 1.
+    max_tokens : int
+        Longest content of a request, >= 0.
+    want_local : bool
+        Whether local hashes are wanted too.
+
+    Returns
+    -------
+    hashes : ndarray of uint64, shape (n_blocks,)
+        Sequence hashes, request after request.
+    local : ndarray of uint64, shape (n_blocks,), or None
+        Local hashes.
+    offsets : ndarray of int64, shape (n_requests + 1,)
+        Request ``i`` has the blocks ``offsets[i]:offsets[i + 1]``.
+
+    Raises
+    ------
+    ValueError
+        If an array has the wrong dtype or form, or a row points outside a table.
+    """
+    _check_array("specs", specs, REQUEST_SPEC)
+    _check_array("segments", segments, SEGMENT)
+    _check_array("tokens", tokens, _UINT32)
+    _check_array("planned", planned, _UINT32)
+    cdef int64_t size = _check_int("block_size", block_size, 1, MAX_TOKENS)
+    cdef int64_t limit = _check_int("max_tokens", max_tokens, 0, 2**63 - 1)
+    cdef const request_spec_t* rows = <const request_spec_t*> data_of(specs)
+    cdef const segment_t* segment_rows = <const segment_t*> data_of(segments)
+    cdef const uint32_t* token_ids = <const uint32_t*> data_of(tokens)
+    cdef const uint32_t* planned_ids = <const uint32_t*> data_of(planned)
+    cdef int64_t n = specs.size
+    cdef int64_t n_segments = segments.size
+    cdef int64_t n_tokens = tokens.size
+    cdef int64_t n_planned = planned.size
+    offsets = np.empty(n + 1, dtype=np.int64)
+    cdef int64_t* offset = <int64_t*> data_of(offsets)
+    cdef check_t found = CHECK_OK
+    cdef int64_t i, blocks
+    cdef int64_t total = 0
+    with nogil:
+        offset[0] = 0
+        for i in range(n):
+            found = check_request(&rows[i], segment_rows, n_segments, n_tokens, n_planned)
+            if found != CHECK_OK:
+                break
+            blocks = content_tokens(rows[i].input_tokens, rows[i].max_output_tokens, limit) // size
+            if total > MAX_TOKENS - blocks:
+                found = CHECK_OUTPUT
+                break
+            total += blocks
+            offset[i + 1] = total
+    if found != CHECK_OK:
+        _reject_request(found, i, specs, n_segments, n_tokens, n_planned)
+    hashes = np.empty(total, dtype=np.uint64)
+    local = np.empty(total, dtype=np.uint64) if want_local else None
+    scratch = np.empty(size if total else 0, dtype=np.uint32)
+    # Short blocks are hashed as fast as the table is read.
+    cdef int64_t n_runs = 0
+    if 4 * size > XXH3_SHORT_BYTES:
+        n_runs = 1
+        while n_runs < n_segments and n_runs < MAX_RUN_HASHES:
+            n_runs *= 2
+    runs = np.zeros(2 * n_runs, dtype=np.uint64)
+    cdef uint64_t[24] secret
+    cdef chain_t chain
+    xxh3_derive_secret(secret, BLOCK_HASH_SEED)
+    chain.block_size = size
+    chain.scratch = <uint32_t*> data_of(scratch)
+    chain.hashes = <uint64_t*> data_of(hashes)
+    chain.local = <uint64_t*> data_of(local) if want_local else NULL
+    chain.secret = secret
+    chain.runs = <run_hash_t*> data_of(runs) if n_runs else NULL
+    chain.run_mask = <uint32_t> (n_runs - 1)
+    chain.last_run.is_set = 0
+    with nogil:
+        for i in range(n):
+            hash_request(&chain, &rows[i], segment_rows, token_ids, planned_ids, limit)
+    return hashes, local, offsets
+
+
+def hash_parts(parts, outputs, id_hi, id_lo, num_output, block_size, max_tokens, want_local):
+    """Block hashes of one request.
+
+    Parameters
+    ----------
+    parts : list of ndarray
+        The prompt: uint32 token ids or SEGMENT rows, one after the other.
+    outputs : ndarray of uint32, shape (>= num_output,), or None
+        Output ids; None makes them up by the rule of vllm.md section 2.
+    id_hi, id_lo : int
+        Upper and lower 64 bits of the request id, 0..2**64 - 1; only read when `outputs` is None.
+    num_output : int
+        Outputs that count, >= 0.
+    block_size, max_tokens, want_local
+        As for `hash_workload`.
+
+    Returns
+    -------
+    hashes : ndarray of uint64, shape (n_blocks,)
+        Sequence hashes of the full blocks.
+    local : ndarray of uint64, shape (n_blocks,), or None
+        Local hashes.
+
+    Raises
+    ------
+    ValueError
+        If an array has the wrong dtype or form, `outputs` is too short or a number out of range.
+    """
+    cdef int64_t n_input = count_parts(parts)
+    cdef int64_t n_output = _check_int("num_output", num_output, 0, MAX_TOKENS)
+    cdef int64_t size = _check_int("block_size", block_size, 1, MAX_TOKENS)
+    cdef int64_t limit = _check_int("max_tokens", max_tokens, 0, 2**63 - 1)
+    cdef uint64_t hi = _check_int("id_hi", id_hi, 0, 2**64 - 1)
+    cdef uint64_t lo = _check_int("id_lo", id_lo, 0, 2**64 - 1)
+    if outputs is not None:
+        _check_array("outputs", outputs, _UINT32)
+        if outputs.size < n_output:
+            raise ValueError(f"outputs: must hold num_output = {n_output} ids, got {outputs.size}")
+    cdef int64_t n = content_tokens(n_input, n_output, limit)
+    hashes = np.empty(n // size, dtype=np.uint64)
+    local = np.empty(n // size, dtype=np.uint64) if want_local else None
+    scratch = np.empty(size if n >= size else 0, dtype=np.uint32)
+    cdef uint64_t[24] secret
+    cdef chain_t chain
+    cdef const segment_t* segment_rows
+    cdef int64_t i
+    xxh3_derive_secret(secret, BLOCK_HASH_SEED)
+    chain.block_size = size
+    chain.scratch = <uint32_t*> data_of(scratch)
+    chain.hashes = <uint64_t*> data_of(hashes)
+    chain.local = <uint64_t*> data_of(local) if want_local else NULL
+    chain.secret = secret
+    chain.runs = NULL
+    chain.last_run.is_set = 0
+    chain_start(&chain, n)
+    for part in parts:
+        if part.dtype == SEGMENT:
+            segment_rows = <const segment_t*> data_of(part)
+            for i in range(part.size):
+                chain_segment(&chain, &segment_rows[i])
+        else:
+            chain_tokens(&chain, <const uint32_t*> data_of(part), part.size)
+    if outputs is not None:
+        chain_tokens(&chain, <const uint32_t*> data_of(outputs), n_output)
+    else:
+        chain_synthetic(&chain, hi, lo, n_output)
+    return hashes, local
+
+
+def expand_parts(parts):
+    """Token ids of a prompt, spelled out.
+
+    Parameters
+    ----------
+    parts : list of ndarray
+        uint32 token ids or SEGMENT rows, one after the other.
+
+    Returns
+    -------
+    ndarray of uint32, shape (n_tokens,)
+
+    Raises
+    ------
+    ValueError
+        If an array has the wrong dtype or form.
+    """
+    out = np.empty(count_parts(parts), dtype=np.uint32)
+    cdef uint32_t* at = <uint32_t*> data_of(out)
+    cdef const segment_t* rows
+    cdef int64_t i
+    for part in parts:
+        if part.dtype == SEGMENT:
+            rows = <const segment_t*> data_of(part)
+            for i in range(part.size):
+                fill_tokens(at, rows[i].start, rows[i].step, rows[i].length)
+                at += rows[i].length
+        else:
+            memcpy(at, data_of(part), <size_t> part.nbytes)
+            at += <int64_t> part.size
+    return out
+
+
+def synthetic_tokens(id_hi, id_lo, count):
+    """First `count` output ids of a request without planned ids (vllm.md section 2).
+
+    Parameters
+    ----------
+    id_hi, id_lo : int
+        Upper and lower 64 bits of the request id, 0..2**64 - 1.
+    count : int
+        >= 0.
+
+    Returns
+    -------
+    ndarray of uint32, shape (count,)
+
+    Raises
+    ------
+    ValueError
+        If a number is out of range.
+    """
+    cdef uint64_t hi = _check_int("id_hi", id_hi, 0, 2**64 - 1)
+    cdef uint64_t lo = _check_int("id_lo", id_lo, 0, 2**64 - 1)
+    cdef int64_t n = _check_int("count", count, 0, MAX_TOKENS)
+    out = np.empty(n, dtype=np.uint32)
+    cdef uint32_t* ids = <uint32_t*> data_of(out)
+    cdef int64_t i
+    with nogil:
+        for i in range(n):
+            ids[i] = synthetic_token(hi, lo, <uint64_t> i)
+    return out
+
+
+def planned_tokens(seed, count, skip=0):
+    """Words ``skip:skip + count`` of the random stream of `seed` (replay.md section 3.2).
+
+    Parameters
+    ----------
+    seed : int
+        0..2**64 - 1.
+    count, skip : int
+        >= 0. Skipping costs nothing.
+
+    Returns
+    -------
+    ndarray of uint32, shape (count,)
+
+    Raises
+    ------
+    ValueError
+        If a number is out of range.
+    """
+    cdef uint64_t start = _check_int("seed", seed, 0, 2**64 - 1)
+    cdef int64_t n = _check_int("count", count, 0, MAX_TOKENS)
+    cdef int64_t position = _check_int("skip", skip, 0, MAX_TOKENS)
+    out = np.empty(n, dtype=np.uint32)
+    cdef uint32_t* ids = <uint32_t*> data_of(out)
+    cdef rng_t rng
+    cdef uint32_t[16] words
+    cdef int64_t end = position + n
+    cdef int64_t take
+    with nogil:
+        rng_seed(&rng, start)
+        while position < end:
+            if position % 16 == 0 and end - position >= 16:
+                rng_block(rng.key, <uint64_t> position // 16, ids)
+                take = 16
+            else:
+                rng_block(rng.key, <uint64_t> position // 16, words)
+                take = 16 - position % 16
+                take = take if take < end - position else end - position
+                memcpy(ids, words + position % 16, <size_t> take * 4)
+            ids += take
+            position += take
+    return out
+
+
+cdef struct intern_t:  # slot of an open-addressing table; every id is legal, hence the flag
+    uint64_t id
+    uint32_t number
+    uint32_t is_set
+
+
+cdef inline intern_t* intern_find(intern_t* table, int shift, uint64_t wanted) noexcept nogil:
+    """Slot of `wanted`, or the free one where it belongs; 2**(64 - shift) slots, not all set."""
+    cdef uint64_t mask = (<uint64_t> 0xFFFFFFFFFFFFFFFFULL) >> shift
+    cdef uint64_t at = (wanted * 0x9E3779B97F4A7C15ULL) >> shift
+    while table[at].is_set and table[at].id != wanted:
+        at = (at + 1) & mask
+    return &table[at]
+
+
+def intern_ids(ids):
+    """Number ids 0, 1, 2, ... by first appearance (workloads-and-report.md section 1.2).
+
+    Parameters
+    ----------
+    ids : ndarray of uint64, shape (n,)
+
+    Returns
+    -------
+    ndarray of uint32, shape (n,)
+
+    Raises
+    ------
+    ValueError
+        If the array has the wrong dtype or form, or more than 2**32 ids differ.
+    """
+    _check_array("ids", ids, _UINT64)
+    cdef int64_t n = ids.size
+    out = np.empty(n, dtype=np.uint32)
+    cdef const uint64_t* given = <const uint64_t*> data_of(ids)
+    cdef uint32_t* numbers = <uint32_t*> data_of(out)
+    cdef int shift = 64 - 12
+    cdef int64_t n_distinct = 0
+    cdef int64_t n_slots = 1 << 12
+    cdef int64_t done = 0
+    cdef int64_t i
+    cdef intern_t* slot
+    cdef intern_t* bigger
+    table = np.zeros(2 * n_slots, dtype=np.uint64)
+    cdef intern_t* slots = <intern_t*> data_of(table)
+    while done < n:
+        with nogil:
+            while done < n and 2 * n_distinct < n_slots:
+                slot = intern_find(slots, shift, given[done])
+                if not slot.is_set:
+                    if n_distinct == (<int64_t> 1) << 32:
+                        break
+                    slot.id = given[done]
+                    slot.number = <uint32_t> n_distinct
+                    slot.is_set = 1
+                    n_distinct += 1
+                numbers[done] = slot.number
+                done += 1
+        if done == n:
+            break
+        if 2 * n_distinct < n_slots:
+            raise ValueError("ids: at most 2**32 of them may differ")
+        grown = np.zeros(8 * n_slots, dtype=np.uint64)
+        bigger = <intern_t*> data_of(grown)
+        shift -= 2
+        with nogil:
+            for i in range(n_slots):
+                if slots[i].is_set:
+                    intern_find(bigger, shift, slots[i].id)[0] = slots[i]
+        table = grown
+        slots = bigger
+        n_slots *= 4
+    return out
+
+
+@cython.final
+cdef class AcceptanceSampler:
+    """Trials of the draft acceptance stream, one after the other (vllm.md section 7).
+
+    Parameters
+    ----------
+    seed : int
+        0..2**64 - 1. Equal seeds give equal streams.
+    """
+
+    cdef rng_t rng
+
+    def __cinit__(self, seed):
+        rng_seed(&self.rng, <uint64_t> _check_int("seed", seed, 0, 2**64 - 1))
+
+    def accept(self, double p):
+        """Whether the next trial succeeds; changes the state unless `p` is 1.
+
+        Parameters
+        ----------
+        p : float
+            Probability, 0..1.
+
+        Returns
+        -------
+        bool
+
+        Raises
+        ------
+        ValueError
+            If `p` is not a number in [0, 1].
+        """
+        if not 0.0 <= p <= 1.0:
+            raise ValueError(f"p: must lie in [0, 1], got {p}")
+        return rng_accept(&self.rng, p)
+
+
+def _check_layout():
+    """Raise ImportError unless the structs above are the dtypes of `kvsim.layout`."""
+    cdef request_spec_t spec
+    cdef segment_t segment
+    cdef char* spec_at = <char*> &spec
+    cdef char* segment_at = <char*> &segment
+    offsets = {
+        SEGMENT: (
+            sizeof(segment_t),
+            {
+                "start": <char*> &segment.start - segment_at,
+                "step": <char*> &segment.step - segment_at,
+                "length": <char*> &segment.length - segment_at,
+            },
+        ),
+        REQUEST_SPEC: (
+            sizeof(request_spec_t),
+            {
+                "id_hi": <char*> &spec.id_hi - spec_at,
+                "id_lo": <char*> &spec.id_lo - spec_at,
+                "arrival_ms": <char*> &spec.arrival_ms - spec_at,
+                "input_tokens": <char*> &spec.input_tokens - spec_at,
+                "max_output_tokens": <char*> &spec.max_output_tokens - spec_at,
+                "prompt_offset": <char*> &spec.prompt_offset - spec_at,
+                "prompt_count": <char*> &spec.prompt_count - spec_at,
+                "planned_offset": <char*> &spec.planned_offset - spec_at,
+                "session": <char*> &spec.session - spec_at,
+                "turn": <char*> &spec.turn - spec_at,
+                "dp_rank": <char*> &spec.dp_rank - spec_at,
+                "prompt_is_tokens": <char*> &spec.prompt_is_tokens - spec_at,
+            },
+        ),
+    }
+    for dtype, (size, fields) in offsets.items():
+        if dtype.itemsize != size or {name: dtype.fields[name][1] for name in dtype.names} != fields:
+            raise ImportError(f"kvsim.layout and kvsim._core.content disagree about {dtype}")
+
+
+_check_layout()

@@ -1,0 +1,785 @@
+# The pass of the paged engines: vLLM, and TensorRT-LLM with its policy switches.
+#
+# spec/vllm.md sections 4 to 9. One pass is `paged_schedule` (running first,
+# then waiting; durations), `paged_emit` (tokens) and `paged_settle`
+# (bookkeeping); a driver that knows the end of a group calls emit with it
+# between the two.
+
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.string cimport memmove, memset
+
+from kvsim._core.content cimport synthetic_token
+from kvsim._core.lease cimport (
+    blocks_of, lease_append, lease_close, lease_grow, lease_seal, prefix_cost,
+)
+from kvsim._core.metrics cimport moments_add, moments_undo, welford_add
+from kvsim._core.pool cimport pool_active, pool_available, pool_make_room, pool_take
+from kvsim._core.requests cimport (
+    completion_blocks, id_insert, row_release, row_take, running_append, running_delete, running_index, running_leave,
+    waiting_link, waiting_push_back, waiting_remove,
+)
+from kvsim._core.rng cimport rng_accept
+from kvsim._core.timing cimport timing_decode, timing_prefill
+from kvsim._core.types cimport (
+    ASK_VICTIM, BUDGET_TOO_SMALL, BY_SCORE, COMPLETED, DECODE, FAILED, GROW_PRESSURES, GROW_SIGNALS, HAS_CACHED,
+    HAS_TOKEN, MODEL_LENGTH, NEWEST, NO_BLOCK, NO_REASON, NO_SLOT, NOT_ADMITTED, OUTGREW_POOL, OUTGROWN, PASS_FAILED,
+    PASS_OK, POOL_TOO_SMALL, PREEMPTED, PREFILL, REJECTED, RUNNING, SCORED, SIGNALLED, TO_COMPLETION, WAITING,
+    admission_t, config_t, content_t, header_t, likely, pass_t, prefetch, pressure_t, rank_t, request_t, signal_t,
+    unlikely,
+)
+
+cdef enum verdict:  # of scheduling one request
+    SCHEDULED = 0
+    BLOCKED = 1
+    PREEMPTED_ITSELF = 2
+    SCHEDULE_FAILED = 3
+
+cdef enum answer:  # of a policy's admission hook
+    WAIT = 0
+    ADMIT = 1
+    REJECT = 2
+
+
+# ---------------------------------------------------------------- signals
+
+cdef signal_t* signal(rank_t* r, int32_t slot, int32_t flags, int32_t reason, int64_t needed) noexcept nogil:
+    """Append an output signal of a request; the first one carries its cached tokens."""
+    cdef request_t* q = &r.requests[slot]
+    cdef signal_t* s
+    if unlikely(r.num_signals == r.cap_signals):
+        r.grow(r, GROW_SIGNALS, r.num_signals + 1)
+    s = &r.signals[r.num_signals]
+    r.num_signals += 1
+    s.id_hi = q.id_hi
+    s.id_lo = q.id_lo
+    s.slot = slot
+    s.token = 0
+    s.flags = flags
+    s.cached = q.cached_prefix
+    s.reason = reason
+    s.num_input = q.num_input
+    s.needed = needed
+    s.generated = q.generated
+    s.preemptions = q.preemptions
+    if not q.flags & SIGNALLED:
+        q.flags |= SIGNALLED
+        if q.cached_prefix >= 0:
+            s.flags |= HAS_CACHED
+    return s
+
+
+cdef inline uint32_t output_token(const rank_t* r, int32_t slot, int32_t ordinal) noexcept nogil:
+    cdef const content_t* content = &r.contents[slot]
+    if content.planned != NULL:
+        return content.planned[ordinal]
+    return synthetic_token(r.requests[slot].id_hi, r.requests[slot].id_lo, <uint64_t>ordinal)
+
+
+# ---------------------------------------------------------------- entering and leaving
+
+cdef int32_t paged_submit(
+    rank_t* r, uint64_t id_hi, uint64_t id_lo, int64_t num_input, int64_t max_output, const content_t* content
+) noexcept nogil:
+    """Queue a request and return its row. The caller has checked that the id is not active."""
+    cdef const config_t* c = r.config
+    cdef int32_t slot = row_take(r)
+    cdef request_t* q = &r.requests[slot]
+    cdef int64_t limit
+    if c.gate == TO_COMPLETION:
+        # No eviction is guaranteed by reserving all outputs, so they are cut to what can be reserved.
+        if num_input < c.total_kv_tokens and max_output > c.total_kv_tokens - num_input:
+            max_output = c.total_kv_tokens - num_input
+        if c.max_model_len > num_input and max_output > c.max_model_len - num_input:
+            max_output = c.max_model_len - num_input
+    limit = num_input + max_output
+    if c.max_model_len > 0 and limit > c.max_model_len:
+        limit = c.max_model_len
+    q.id_hi = id_hi
+    q.id_lo = id_lo
+    q.num_input = <int32_t>num_input
+    q.length = <int32_t>num_input
+    q.max_output = <int32_t>max_output
+    q.limit = <int32_t>limit
+    q.next_seal = <int32_t>c.block_size
+    q.table = NO_BLOCK
+    q.stamp = -1
+    q.status = WAITING
+    q.next = NO_SLOT
+    q.prev = NO_SLOT
+    q.cached_prefix = -1
+    q.hashed = <int32_t>(num_input // c.block_size) if c.caching else 0
+    q.waiting_order = r.header.arrivals
+    r.header.arrivals += 1
+    r.contents[slot] = content[0]
+    id_insert(r, slot)
+    if c.order == BY_SCORE:
+        q.score = r.score(r, slot)
+        q.flags |= SCORED
+    waiting_push_back(r, slot)
+    return slot
+
+
+cdef inline void finish(rank_t* r, int32_t slot) noexcept nogil:
+    """A running request is complete: its KV goes back to the pool. Its entry in `running` is swept later."""
+    lease_close(r, slot)
+    running_leave(r, slot)
+    r.header.capacity_generation += 1
+    r.p.completed += 1
+    row_release(r, slot)
+
+
+cdef inline void drop_waiting(rank_t* r, int32_t slot) noexcept nogil:
+    waiting_remove(r, slot)
+    row_release(r, slot)
+
+
+cdef bint paged_cancel(rank_t* r, int32_t slot) noexcept nogil:
+    """Drop a live request wherever it is (spec/vllm.md section 9)."""
+    cdef request_t* q = &r.requests[slot]
+    if q.status == RUNNING:
+        lease_close(r, slot)
+        running_leave(r, slot)
+        running_delete(r, running_index(r, slot))
+        r.header.capacity_generation += 1
+        row_release(r, slot)
+    else:
+        drop_waiting(r, slot)
+    return True
+
+
+# ---------------------------------------------------------------- preemption
+
+cdef inline int64_t pick_victim(rank_t* r, int32_t slot) noexcept nogil:
+    """Index in `running` of the request to preempt, -1 if there is none, -2 if the policy failed."""
+    cdef int32_t victim
+    if not r.config.may_preempt or r.header.num_running == 0:
+        return -1
+    if r.config.victim == NEWEST:
+        return r.header.num_running - 1
+    if r.config.victim == ASK_VICTIM:
+        victim = r.ask_victim(r, slot)
+        if victim < 0:
+            return victim
+        return running_index(r, victim)
+    return 0
+
+
+cdef void preempt(rank_t* r, int64_t index) noexcept nogil:
+    """Take everything from a running request and put it in front of the queue; its tokens are kept."""
+    cdef int32_t slot = r.running[index]
+    cdef request_t* q = &r.requests[slot]
+    cdef header_t* h = r.header
+    cdef pass_t* p = &r.p
+    cdef pressure_t* e
+    cdef int64_t before
+    if unlikely(r.num_pressures == r.cap_pressures):
+        r.grow(r, GROW_PRESSURES, r.num_pressures + 1)
+    e = &r.pressures[r.num_pressures]
+    r.num_pressures += 1
+    e.id_hi = q.id_hi
+    e.id_lo = q.id_lo
+    e.running_before = <int32_t>h.num_running
+    e.waiting_before = <int32_t>h.num_waiting
+    e.active_before = pool_active(r)
+    e.request_blocks = blocks_of(r, q.allocated)
+    if q.stamp == h.passes:
+        # Scheduled in this very pass: nothing of it was scheduled after all.
+        p.budget += q.sched_total + q.sched_drafts
+        before = q.computed - q.sched_total
+        p.scheduled -= 1
+        if q.sched_prompt > 0:
+            if before > q.num_input:
+                before = q.num_input
+            moments_undo(&p.prefill, q.num_input)
+            p.prefill_tokens -= q.sched_total
+            p.prefill_kv_tokens -= before
+            if r.config.worker != DECODE:
+                p.prefill_count -= 1
+                p.prefill_isl -= before + q.sched_prompt
+                p.prefill_prefix -= before
+        elif q.length < q.limit:
+            moments_undo(&p.decode, q.length)
+        q.stamp = -1
+    lease_close(r, slot)
+    running_leave(r, slot)
+    running_delete(r, index)
+    q.computed = 0
+    q.next_seal = <int32_t>r.config.block_size
+    q.drafts = 0
+    q.sched_drafts = 0
+    q.status = PREEMPTED
+    q.preemptions += 1
+    h.preemptions_total += 1
+    h.capacity_generation += 1
+    waiting_link(r, slot, h.waiting_head)
+    e.running_after = <int32_t>h.num_running
+    e.waiting_after = <int32_t>h.num_waiting
+    e.active_after = pool_active(r)
+
+
+cdef inline void mark_if_outgrown(rank_t* r, int32_t slot) noexcept nogil:
+    """A request that preempted itself while nothing else held a block can never grow: trying again would not end."""
+    if r.header.num_running == 0 and pool_active(r) == 0:
+        r.requests[slot].flags |= OUTGROWN
+
+
+# ---------------------------------------------------------------- scheduling one request
+
+cdef void adjusted_cost(const rank_t* r, int32_t slot, int64_t* cached, int64_t* active) noexcept nogil:
+    """Prefix cost in blocks after the recompute adjustment (spec/kv-cache.md section 5)."""
+    cdef const request_t* q = &r.requests[slot]
+    cdef const config_t* c = r.config
+    cdef int64_t most
+    prefix_cost(r, slot, cached, active)
+    if cached[0] == 0 or q.length >= q.limit:
+        return
+    if c.recompute_last:
+        most = (q.length - 1) // c.block_size
+        if cached[0] > most:
+            cached[0] = most
+    if c.giveback and cached[0] >= c.giveback:
+        cached[0] -= c.giveback
+    if active[0] > cached[0]:
+        active[0] = cached[0]
+
+
+cdef int schedule(rank_t* r, int32_t slot, bint from_waiting, int64_t cached_blocks) noexcept nogil:
+    """Spec/vllm.md section 6: tokens of this pass, blocks for them, what becomes findable."""
+    cdef request_t* q = &r.requests[slot]
+    cdef const config_t* c = r.config
+    cdef pass_t* p = &r.p
+    cdef int64_t cached = cached_blocks * c.block_size if q.computed == 0 else 0
+    cdef int64_t before = q.computed + cached
+    cdef int64_t prompt_before = before if before < q.num_input else q.num_input
+    cdef int64_t remaining = q.length - before
+    cdef int64_t want = remaining if remaining < p.budget else p.budget
+    cdef int64_t after
+    cdef int64_t index
+    cdef int64_t room
+    cdef bint himself
+    if not c.chunked and q.num_input - prompt_before > p.budget:
+        return BLOCKED
+    if want <= 0 and remaining > 0:
+        return BLOCKED
+    after = before + want
+    if after > q.capacity or after > q.allocated:
+        while not lease_grow(r, slot, after, cached_blocks if q.computed == 0 else 0):
+            index = pick_victim(r, slot)
+            if index == -2:
+                return SCHEDULE_FAILED
+            if index < 0:
+                after = before
+                break
+            himself = r.running[index] == slot
+            preempt(r, index)
+            p.preempted_any = 1
+            if himself:
+                mark_if_outgrown(r, slot)
+                return PREEMPTED_ITSELF
+        q = &r.requests[slot]
+    if after == before and before < q.length:
+        return BLOCKED
+    if cached > 0:
+        q.next_seal = <int32_t>(cached + c.block_size)
+    q.computed = <int32_t>after
+    if after >= q.next_seal:
+        lease_seal(r, slot, before, after)
+        q = &r.requests[slot]
+    q.stamp = r.header.passes
+    q.sched_total = <int32_t>(after - before)
+    q.sched_prompt = <int32_t>((after if after < q.num_input else q.num_input) - prompt_before)
+    q.sched_drafts = 0
+    p.budget -= after - before
+    p.scheduled += 1
+    if q.sched_prompt > 0:
+        moments_add(&p.prefill, q.num_input)
+        p.prefill_tokens += after - before
+        p.prefill_kv_tokens += prompt_before
+        if c.worker != DECODE:
+            p.prefill_count += 1
+            p.prefill_isl += prompt_before + q.sched_prompt
+            p.prefill_prefix += prompt_before
+    elif q.length < q.limit:
+        moments_add(&p.decode, q.length)
+    if c.nextn > 0 and q.drafts > 0 and after == q.length and not c.always_draft:
+        room = q.drafts if q.drafts < p.budget else p.budget
+        if c.max_model_len > 0 and room > c.max_model_len - 1 - q.length:
+            room = c.max_model_len - 1 - q.length
+        if room > 0:
+            q.sched_drafts = <int32_t>room
+            p.budget -= room
+    if from_waiting:
+        q.reused = <int32_t>cached
+        if q.cached_prefix < 0:
+            q.cached_prefix = <int32_t>cached
+    return SCHEDULED
+
+
+cdef int schedule_running(rank_t* r) noexcept nogil:
+    """Running requests in order while there is budget (spec/vllm.md section 4.2).
+
+    The index is not corrected when an earlier request was preempted: everything
+    moved up by one, so the next one is passed over in this pass.
+    """
+    cdef pass_t* p = &r.p
+    cdef header_t* h = r.header
+    cdef request_t* q
+    cdef int64_t index = 0
+    cdef int64_t cached
+    cdef int64_t active
+    cdef int64_t length
+    cdef int32_t slot
+    cdef int result
+    cdef bint plain = r.config.nextn == 0
+    while index < h.num_running and p.budget > 0:
+        slot = r.running[index]
+        q = &r.requests[slot]
+        if index + 2 < h.num_running:
+            prefetch(&r.requests[r.running[index + 2]])
+        length = q.length
+        # A decode step inside its last block, by far the most frequent case, in place.
+        if likely(plain and length - q.computed == 1 and length <= q.capacity and length < q.next_seal
+                  and q.computed >= q.num_input and length < q.limit):
+            q.computed = <int32_t>length
+            if q.allocated < length:
+                q.allocated = <int32_t>length
+            q.stamp = h.passes
+            q.sched_total = 1
+            q.sched_prompt = 0
+            p.budget -= 1
+            p.scheduled += 1
+            moments_add(&p.decode, length)
+            index += 1
+            continue
+        cached = 0
+        if q.computed == 0 and q.n_blocks == 0:
+            adjusted_cost(r, slot, &cached, &active)
+        result = schedule(r, slot, False, cached)
+        h = r.header
+        if result == SCHEDULED:
+            index += 1
+        elif result == SCHEDULE_FAILED:
+            return PASS_FAILED
+        elif result == BLOCKED:
+            break
+    return PASS_OK
+
+
+# ---------------------------------------------------------------- admission
+
+cdef void reject(rank_t* r, int32_t slot, int32_t reason, int64_t needed) noexcept nogil:
+    signal(r, slot, COMPLETED | REJECTED, reason, needed)
+    r.num_rejected += 1
+    drop_waiting(r, slot)
+    r.p.completed += 1
+
+
+cdef int gate(rank_t* r, int32_t slot, int64_t active_hits, int64_t* needed) noexcept nogil:
+    """Spec/vllm.md sections 5 and 11: may the request at the head enter?"""
+    cdef const request_t* q = &r.requests[slot]
+    cdef const config_t* c = r.config
+    cdef int64_t available
+    if c.gate == TO_COMPLETION:
+        needed[0] = completion_blocks(r, q)
+        if needed[0] > c.num_blocks and q.status == WAITING:
+            return REJECT
+        available = c.num_blocks - pool_active(r) - (r.header.running_completion - r.header.running_blocks)
+    else:
+        needed[0] = blocks_of(r, q.length)
+        if needed[0] > c.num_blocks and q.status == WAITING:
+            return REJECT
+        available = c.num_blocks - pool_active(r)
+    if q.flags & OUTGROWN or needed[0] - active_hits > available:
+        return WAIT
+    return ADMIT
+
+
+cdef int schedule_waiting(rank_t* r) noexcept nogil:
+    """Admissions in queue order; a blocked head blocks all behind it (spec/vllm.md section 4.3)."""
+    cdef pass_t* p = &r.p
+    cdef header_t* h = r.header
+    cdef const config_t* c = r.config
+    cdef admission_t* a
+    cdef int64_t cached
+    cdef int64_t active
+    cdef int64_t needed
+    cdef int32_t slot
+    cdef int decision
+    cdef int result
+    if c.ask_order and not p.preempted_any and h.num_running < c.max_running and h.num_waiting > 1:
+        if r.ask_order(r, NO_SLOT) < 0:
+            return PASS_FAILED
+    while not p.preempted_any and h.num_running < c.max_running and h.waiting_head != NO_SLOT:
+        slot = h.waiting_head
+        if c.max_model_len > 0 and r.requests[slot].num_input >= c.max_model_len:
+            reject(r, slot, MODEL_LENGTH, r.requests[slot].num_input)
+            continue
+        adjusted_cost(r, slot, &cached, &active)
+        decision = gate(r, slot, active, &needed)
+        if c.ask_admission and decision != REJECT:
+            decision = r.ask_admission(r, slot)
+            if decision < 0:
+                return PASS_FAILED
+        if decision == REJECT:
+            reject(r, slot, POOL_TOO_SMALL, needed)
+            continue
+        if decision == WAIT:
+            break
+        result = schedule(r, slot, True, cached)
+        h = r.header
+        c = r.config
+        if result == SCHEDULE_FAILED:
+            return PASS_FAILED
+        if result != SCHEDULED:
+            break
+        waiting_remove(r, slot)
+        running_append(r, slot)
+        a = &r.admissions[r.num_admissions]
+        r.num_admissions += 1
+        a.id_hi = r.requests[slot].id_hi
+        a.id_lo = r.requests[slot].id_lo
+        a.slot = slot
+        a.reused = r.requests[slot].reused
+        if r.requests[slot].sched_total == 0 and p.budget == 0:
+            break
+    return PASS_OK
+
+
+# ---------------------------------------------------------------- emission
+
+cdef void collect_ready(rank_t* r) noexcept nogil:
+    """Requests that emit, in running order: those complete already first, at the end of `ready`'s scratch."""
+    cdef header_t* h = r.header
+    cdef pass_t* p = &r.p
+    cdef request_t* q
+    cdef int64_t i
+    cdef int32_t slot
+    p.num_ready = 0
+    p.num_terminal = 0
+    for i in range(h.num_running):
+        slot = r.running[i]
+        q = &r.requests[slot]
+        if q.computed != q.length:
+            continue
+        if q.length >= q.limit:
+            # `burst` is free until the ready ones are counted: it holds the terminal rows from its end.
+            p.num_terminal += 1
+            r.burst[r.cap_requests - p.num_terminal] = slot
+        else:
+            r.ready[p.num_ready] = slot
+            p.num_ready += 1
+
+
+cdef inline int64_t burst_of(const rank_t* r, const request_t* q) noexcept nogil:
+    """Most tokens a ready request may emit in this pass."""
+    cdef int64_t most = 1
+    if r.config.worker != PREFILL:
+        most += r.config.nextn if r.config.always_draft else q.sched_drafts
+    if most > q.limit - q.length:
+        most = q.limit - q.length
+    return most
+
+
+cdef int reserve_bursts(rank_t* r) noexcept nogil:
+    """Blocks for every ready request's burst, preempting until they fit (spec/vllm.md section 7, MTP).
+
+    The blocks stay on the stack, promised by `num_reserved`.
+    """
+    cdef const request_t* q
+    cdef int64_t total
+    cdef int64_t i
+    cdef int64_t index
+    cdef int32_t alone
+    while r.p.num_ready > 0:
+        total = 0
+        for i in range(r.p.num_ready):
+            q = &r.requests[r.ready[i]]
+            total += blocks_of(r, q.length + burst_of(r, q)) - blocks_of(r, q.length)
+        if pool_make_room(r, total, 0):
+            r.header.num_reserved = total
+            return PASS_OK
+        alone = r.ready[0] if r.p.num_ready == 1 else NO_SLOT
+        index = pick_victim(r, r.ready[0])
+        if index == -2:
+            return PASS_FAILED
+        if index < 0:
+            r.p.num_ready = 0
+            return PASS_OK
+        if r.running[index] != alone:
+            alone = NO_SLOT
+        preempt(r, index)
+        r.p.preempted_any = 1
+        if alone != NO_SLOT:
+            mark_if_outgrown(r, alone)
+        collect_ready(r)
+    return PASS_OK
+
+
+cdef int predict_decode(rank_t* r) noexcept nogil:
+    """Duration of the decode part, from the ready requests that decode (spec/timing-and-fpm.md section 1)."""
+    cdef const config_t* c = r.config
+    cdef pass_t* p = &r.p
+    cdef const request_t* q
+    cdef int64_t count = 0
+    cdef int64_t tokens = 0
+    cdef int64_t i
+    if c.worker == PREFILL:
+        return PASS_OK
+    for i in range(p.num_ready):
+        q = &r.requests[r.ready[i]]
+        if q.generated == 0 and not c.first_token_is_decode and q.sched_prompt > 0 and q.stamp == r.header.passes:
+            continue
+        count += 1
+        tokens += q.length
+    if count == 0:
+        return PASS_OK
+    return timing_decode(
+        r, count, pool_active(r) * c.block_size if c.decode_from_blocks else tokens, tokens // count, &p.decode_ms)
+
+
+cdef int paged_schedule(rank_t* r, double now_ms) noexcept nogil:
+    """All of a pass but its tokens: after this `r.p.end_ms` is known.
+
+    Status: PASS_OK, or PASS_FAILED if a Python callback raised.
+    """
+    cdef pass_t* p = &r.p
+    cdef int64_t count
+    memset(p, 0, sizeof(pass_t))
+    r.num_signals = 0
+    r.num_rejected = 0
+    r.num_admissions = 0
+    r.num_pressures = 0
+    p.start_ms = now_ms
+    p.budget = r.config.budget
+    if schedule_running(r) != PASS_OK or schedule_waiting(r) != PASS_OK:
+        return PASS_FAILED
+    count = p.prefill_count
+    if count > 0 and timing_prefill(r, count, p.prefill_isl // count, p.prefill_prefix // count, &p.prefill_ms) < 0:
+        return PASS_FAILED
+    collect_ready(r)
+    if r.config.nextn > 0 and reserve_bursts(r) != PASS_OK:
+        return PASS_FAILED
+    if p.num_ready > 0 and predict_decode(r) < 0:
+        return PASS_FAILED
+    p.end_ms = (now_ms + p.prefill_ms) + p.decode_ms
+    return PASS_OK
+
+
+cdef inline void emit_token(rank_t* r, int32_t slot) noexcept nogil:
+    """One token of a ready request; it may be its last."""
+    cdef request_t* q = &r.requests[slot]
+    cdef signal_t* s
+    cdef bint done
+    q.length += 1
+    q.generated += 1
+    done = q.length >= q.limit
+    if r.want_signals or done:
+        s = signal(r, slot, HAS_TOKEN | COMPLETED if done else HAS_TOKEN, NO_REASON, 0)
+        if r.want_signals:
+            s.token = output_token(r, slot, q.generated - 1)
+    r.p.visible += 1
+
+
+cdef void emit_plain(rank_t* r) noexcept nogil:
+    cdef request_t* q
+    cdef int64_t i
+    cdef int32_t slot
+    for i in range(r.p.num_ready):
+        slot = r.ready[i]
+        if i + 2 < r.p.num_ready:
+            prefetch(&r.requests[r.ready[i + 2]])
+        q = &r.requests[slot]
+        r.burst[i] = 1
+        if likely(q.length + 1 < q.limit and not r.want_signals):
+            q.length += 1
+            q.generated += 1
+            r.p.visible += 1
+            continue
+        emit_token(r, slot)
+        if q.length >= q.limit:
+            finish(r, slot)
+
+
+cdef void emit_eager(rank_t* r) noexcept nogil:
+    """Generation `dynamo-1.3`: the block of the sampled token is taken here, preempting if there is none."""
+    cdef request_t* q
+    cdef int64_t i
+    cdef int64_t index
+    cdef int32_t slot
+    cdef bint stop = False
+    for i in range(r.p.num_ready):
+        r.burst[i] = 0
+    for i in range(r.p.num_ready):
+        slot = r.ready[i]
+        if stop or r.requests[slot].status != RUNNING:
+            continue
+        while not lease_grow(r, slot, r.requests[slot].length + 1, 0):
+            index = pick_victim(r, slot)
+            if index < 0:
+                stop = True
+                break
+            stop = r.running[index] == slot
+            r.requests[r.running[index]].stamp = -1  # its work of this pass stays counted
+            preempt(r, index)
+            if stop:
+                mark_if_outgrown(r, slot)
+                break
+        if stop:
+            continue
+        r.burst[i] = 1
+        emit_token(r, slot)
+        q = &r.requests[slot]
+        if q.length >= q.limit:
+            finish(r, slot)
+
+
+cdef void emit_bursts(rank_t* r) noexcept nogil:
+    """Speculative decoding: draw all bursts, then emit request by request (spec/vllm.md section 7)."""
+    cdef const config_t* c = r.config
+    cdef request_t* q
+    cdef int64_t i
+    cdef int64_t k
+    cdef int64_t most
+    cdef int64_t drafts
+    cdef int32_t slot
+    cdef int32_t accepted
+    for i in range(r.p.num_ready):
+        q = &r.requests[r.ready[i]]
+        accepted = 1
+        if c.worker != PREFILL:
+            drafts = c.nextn if c.always_draft else q.sched_drafts
+            k = 0
+            while k < drafts and rng_accept(&r.header.rng, c.accept_rates[k]):
+                accepted += 1
+                k += 1
+        most = q.limit - q.length
+        r.burst[i] = accepted if accepted < most else <int32_t>most
+    for i in range(r.p.num_ready):
+        slot = r.ready[i]
+        for k in range(r.burst[i]):
+            q = &r.requests[slot]
+            if q.length >= q.next_seal:
+                lease_seal(r, slot, q.computed, q.length)
+                q = &r.requests[slot]
+            q.computed = q.length
+            emit_token(r, slot)
+            if q.length > q.capacity:
+                lease_append(r, q, pool_take(r))
+                r.header.num_reserved -= 1
+            q.allocated = q.length
+        q = &r.requests[slot]
+        if q.length >= q.limit:
+            finish(r, slot)
+        else:
+            q.computed = q.length - 1
+            q.next_seal = <int32_t>((q.computed // c.block_size + 1) * c.block_size)
+            q.drafts = <int32_t>c.nextn
+            q.sched_drafts = 0
+    r.header.num_reserved = 0
+
+
+cdef void paged_emit(rank_t* r) noexcept nogil:
+    """Tokens and ends of the pass; `r.signals` holds them, rejected requests last."""
+    cdef pass_t* p = &r.p
+    cdef int64_t i
+    cdef int64_t n
+    cdef int32_t slot
+    for i in range(p.num_terminal):
+        slot = r.burst[r.cap_requests - 1 - i]
+        signal(r, slot, COMPLETED, NO_REASON, 0)
+        p.visible += 1
+        finish(r, slot)
+    if r.config.nextn > 0:
+        emit_bursts(r)
+    elif r.config.eager_samples:
+        emit_eager(r)
+    else:
+        emit_plain(r)
+    for i in range(p.num_ready):
+        p.visible_requests += r.burst[i] > 0
+    p.visible_requests += p.num_terminal
+    n = r.num_rejected
+    for i in range(n):
+        if r.num_signals == r.cap_signals:
+            r.grow(r, GROW_SIGNALS, r.num_signals + 1)
+        r.signals[r.num_signals] = r.signals[i]
+        r.num_signals += 1
+    if n > 0:
+        r.num_signals -= n
+        memmove(r.signals, r.signals + n, <size_t>r.num_signals * sizeof(signal_t))
+    sweep(r)
+
+
+cdef void sweep(rank_t* r) noexcept nogil:
+    """Close the gaps that finished requests left in `running`."""
+    cdef int64_t i
+    cdef int64_t kept = 0
+    if r.p.completed == r.num_rejected:
+        return
+    for i in range(r.header.num_running):
+        if r.requests[r.running[i]].status == RUNNING:
+            r.running[kept] = r.running[i]
+            kept += 1
+    r.header.num_running = kept
+
+
+cdef bint paged_progressed(const rank_t* r) noexcept nogil:
+    """Whether the pass changed anything an observer could see (spec/engine-contract.md section 7)."""
+    return (r.num_admissions > 0 or r.p.num_ready > 0 or r.p.num_terminal > 0 or r.num_rejected > 0
+            or r.num_pressures > 0 or r.p.scheduled > 0)
+
+
+cdef void paged_settle(rank_t* r) noexcept nogil:
+    """Count the pass; one that changed nothing leaves no trace."""
+    cdef header_t* h = r.header
+    if not paged_progressed(r):
+        h.effect_free = 1
+        return
+    h.effect_free = 0
+    h.passes += 1
+    h.committed_prefill_tokens += r.p.prefill_tokens
+    welford_add(&h.duration_count, &h.duration_sum, &h.duration_mean, &h.duration_m2, r.p.end_ms - r.p.start_ms)
+
+
+# ---------------------------------------------------------------- liveness
+
+cdef int paged_stuck(const rank_t* r, int64_t* needed) noexcept nogil:
+    """Why the head of the queue can never progress although nothing runs, or NO_REASON.
+
+    Only after an effect-free pass: nothing overtakes the head, so nothing can
+    change what blocks it.
+    """
+    cdef const request_t* q
+    cdef const config_t* c = r.config
+    needed[0] = 0
+    if not r.header.effect_free or r.header.num_running > 0 or r.header.waiting_head == NO_SLOT:
+        return NO_REASON
+    q = &r.requests[r.header.waiting_head]
+    needed[0] = blocks_of(r, q.length)
+    if q.flags & OUTGROWN:
+        needed[0] += 1
+        return OUTGREW_POOL
+    if needed[0] > c.num_blocks:
+        return OUTGREW_POOL
+    if not c.chunked and q.num_input > c.budget:
+        needed[0] = q.num_input
+        return BUDGET_TOO_SMALL
+    return NOT_ADMITTED
+
+
+cdef int paged_fail_head(rank_t* r) noexcept nogil:
+    """End the stuck head: rejected if it never ran, else failed. Its signal is the only one."""
+    cdef int64_t needed
+    cdef int reason = paged_stuck(r, &needed)
+    cdef int32_t slot = r.header.waiting_head
+    if reason == NO_REASON:
+        return NO_REASON
+    memset(&r.p, 0, sizeof(pass_t))
+    r.num_signals = 0
+    r.num_rejected = 0
+    r.num_admissions = 0
+    r.num_pressures = 0
+    signal(r, slot, COMPLETED | (REJECTED if r.requests[slot].preemptions == 0 else FAILED), reason, needed)
+    drop_waiting(r, slot)
+    r.header.effect_free = 0
+    return reason

@@ -1,0 +1,716 @@
+# The arena of one rank: who owns it, what lies where, and how Python looks at it.
+#
+# All state lives in one uint8 array. The struct arrays are sections of it,
+# links are indices, and nothing in it depends on where it lies, so fork,
+# snapshot, restore and digest are operations on bytes. Beside the arena stand
+# what is read-only (request content, timing profile) and what lives for one
+# pass (signals, admissions, pressure, scratch).
+#
+# A section that is full is enlarged by making a larger arena. Kernels may hold
+# pointers into the smaller one while this happens, so it is kept until the
+# next call from Python; they only read constants through such pointers.
+
+cimport cython
+cimport numpy as cnp
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport abort
+from libc.string cimport memcpy, memset
+
+import numpy as np
+
+from kvsim import layout
+from kvsim.errors import CommandError, SnapshotError, TimingError
+from kvsim._core.metrics cimport kvsim_variance, moments_variance
+from kvsim._core.paged_pass cimport (
+    paged_cancel, paged_emit, paged_fail_head, paged_progressed, paged_schedule, paged_settle, paged_stuck, paged_submit,
+)
+from kvsim._core.pool cimport pool_active
+from kvsim._core.requests cimport id_find, id_insert, waiting_link, waiting_remove
+from kvsim._core.rng cimport rng_seed
+from kvsim._core.timing cimport kvsim_modelled_ms
+from kvsim._core.types cimport (
+    GROW_EVENT_BLOCKS, GROW_EVENTS, GROW_PRESSURES, GROW_REQUESTS, GROW_SIGNALS, GROW_TABLES, NO_BLOCK, NO_SLOT, PASS_OK,
+    WAITING, admission_t, block_t, config_t, content_t, event_block_t, event_t, header_t, pressure_t, profile_t, rank_t,
+    request_t, signal_t, slot_t,
+)
+from kvsim._core.xxh3 cimport xxh3_64
+
+cnp.import_array()
+
+#: Section name -> row dtype, in arena order.
+_SECTIONS = {
+    "config": layout.CONFIG,
+    "header": layout.HEADER,
+    "running": np.dtype("<i4"),
+    "requests": layout.REQUEST,
+    "ids": np.dtype("<i4"),
+    "free_stack": np.dtype("<i4"),
+    "blocks": layout.BLOCK,
+    "slots": layout.HASH_SLOT,
+    "tables": np.dtype("<i4"),
+    "events": layout.EVENT,
+    "event_blocks": layout.EVENT_BLOCK,
+}
+
+
+cdef int64_t power_of_two(int64_t n) noexcept:
+    cdef int64_t p = 1
+    while p < n:
+        p <<= 1
+    return p
+
+
+cdef void* address(object array) except? NULL:
+    return cnp.PyArray_DATA(<cnp.ndarray>array)
+
+
+# ---------------------------------------------------------------- callbacks, rare by design
+
+cdef int grow_state(rank_t* r, int what, int64_t need) noexcept nogil:
+    with gil:
+        try:
+            (<RankState>r.owner)._enlarge(what, need)
+        except BaseException:
+            # Out of memory inside a kernel: there is no consistent state to return to.
+            abort()
+    return 0
+
+
+cdef int predict_by_model(
+    rank_t* r, int kind, int64_t count, int64_t first, int64_t second, int64_t total, double* out
+) noexcept nogil:
+    with gil:
+        return (<RankState>r.owner)._predict(kind, count, first, second, total, out)
+
+
+cdef int32_t victim_by_policy(rank_t* r, int32_t slot) noexcept nogil:
+    with gil:
+        return (<RankState>r.owner)._ask_victim()
+
+
+cdef int32_t admission_by_policy(rank_t* r, int32_t slot) noexcept nogil:
+    with gil:
+        return (<RankState>r.owner)._ask_admission(slot)
+
+
+cdef int32_t order_by_policy(rank_t* r, int32_t slot) noexcept nogil:
+    with gil:
+        return (<RankState>r.owner)._ask_order()
+
+
+cdef double score_by_policy(rank_t* r, int32_t slot) noexcept nogil:
+    with gil:
+        return (<RankState>r.owner)._ask_score(slot)
+
+
+cdef class RankState:
+    """The arena of one rank and the operations on it.
+
+    Parameters
+    ----------
+    config : ndarray of layout.CONFIG, shape (1,)
+        Constants; copied.
+    seed : int
+        Of the acceptance draws, 64 bits.
+    policy : object, optional
+        Asked for what `config` says must be asked.
+    timing : object, optional
+        Callable model, for timing CALLABLE.
+    profile : dict of str to ndarray of float64, optional
+        Arrays of an NPZ profile, for timing PROFILE.
+    """
+
+    def __cinit__(self):
+        memset(&self.r, 0, sizeof(rank_t))
+        self.r.owner = <void*>self
+        self.r.grow = grow_state
+        self.r.predict = predict_by_model
+        self.r.ask_victim = victim_by_policy
+        self.r.ask_admission = admission_by_policy
+        self.r.ask_order = order_by_policy
+        self.r.score = score_by_policy
+        self._outgrown = []
+
+    def __init__(self, config, seed, policy=None, timing=None, profile=None):
+        cdef int64_t blocks = config["num_blocks"][0]
+        self._policy = policy
+        self._timing = timing
+        self._set_profile(profile)
+        sizes = {
+            "config": 1, "header": 1, "running": 64, "requests": 64, "ids": 128, "free_stack": blocks,
+            "blocks": blocks + 1, "slots": power_of_two(2 * blocks) if config["caching"][0] else 1,
+            "tables": 4096, "events": 64 if config["emit_events"][0] else 1,
+            "event_blocks": 256 if config["emit_events"][0] else 1,
+        }
+        self.arena = np.zeros(self._plan(sizes), np.uint8)
+        self._bind_arena()
+        self._alloc_scratch(64)
+        memcpy(self.r.config, address(np.ascontiguousarray(config)), sizeof(config_t))
+        self._reset(<uint64_t>seed)
+
+    def _plan(self, sizes):
+        """Offsets of all sections, 64-byte aligned; returns the size of the arena, bytes."""
+        cdef int64_t at = 0
+        offsets = {}
+        for name, dtype in _SECTIONS.items():
+            offsets[name] = (at, sizes[name])
+            at += (sizes[name] * dtype.itemsize + 63) & ~63
+        self._offsets = offsets
+        return at
+
+    cdef object _section(self, str name, object dtype, int64_t count):
+        offset, size = self._offsets[name]
+        return self.arena[offset:offset + count * dtype.itemsize].view(dtype)
+
+    cdef void _bind_arena(self):
+        cdef uint8_t* base = <uint8_t*>address(self.arena)
+        cdef rank_t* r = &self.r
+        o = self._offsets
+        r.config = <config_t*>(base + <int64_t>o["config"][0])
+        r.header = <header_t*>(base + <int64_t>o["header"][0])
+        r.running = <int32_t*>(base + <int64_t>o["running"][0])
+        r.requests = <request_t*>(base + <int64_t>o["requests"][0])
+        r.ids = <int32_t*>(base + <int64_t>o["ids"][0])
+        r.free_stack = <int32_t*>(base + <int64_t>o["free_stack"][0])
+        r.blocks = <block_t*>(base + <int64_t>o["blocks"][0])
+        r.slots = <slot_t*>(base + <int64_t>o["slots"][0])
+        r.tables = <int32_t*>(base + <int64_t>o["tables"][0])
+        r.events = <event_t*>(base + <int64_t>o["events"][0])
+        r.event_blocks = <event_block_t*>(base + <int64_t>o["event_blocks"][0])
+        r.cap_requests = o["requests"][1]
+        r.mask_ids = <int64_t>o["ids"][1] - 1
+        r.cap_tables = o["tables"][1]
+        r.mask_slots = <int64_t>o["slots"][1] - 1
+        r.cap_events = o["events"][1]
+        r.cap_event_blocks = o["event_blocks"][1]
+
+    cdef rank_t* bind(self) noexcept:
+        return &self.r
+
+    def _alloc_scratch(self, requests):
+        """What lives beside the arena, for `requests` rows."""
+        cdef rank_t* r = &self.r
+        contents = np.zeros(requests * sizeof(content_t), np.uint8)
+        if self._contents_memory is not None:
+            contents[:len(self._contents_memory)] = self._contents_memory
+        self._contents_memory = contents
+        r.contents = <content_t*>address(contents)
+        if self._contents is None:
+            self._contents = []
+        self._contents += [None] * (requests - len(self._contents))
+        admissions = np.zeros(requests, layout.ADMISSION)
+        if self._admissions is not None:
+            admissions[:len(self._admissions)] = self._admissions
+        self._admissions = admissions
+        r.admissions = <admission_t*>address(admissions)
+        ready = np.zeros(requests, np.int32)
+        burst = np.zeros(requests, np.int32)
+        self._ready, self._burst = ready, burst
+        r.ready = <int32_t*>address(ready)
+        r.burst = <int32_t*>address(burst)
+        if self._signals is None:
+            self._signals = np.zeros(requests, layout.SIGNAL)
+            self._pressures = np.zeros(16, layout.PRESSURE)
+            r.signals = <signal_t*>address(self._signals)
+            r.cap_signals = requests
+            r.pressures = <pressure_t*>address(self._pressures)
+            r.cap_pressures = 16
+
+    def _reset(self, uint64_t seed):
+        cdef rank_t* r = &self.r
+        cdef int64_t i
+        cdef int64_t blocks = r.config.num_blocks
+        for i in range(r.mask_ids + 1):
+            r.ids[i] = NO_SLOT
+        # The top of the stack is handed out first: block 0.
+        for i in range(blocks):
+            r.free_stack[i] = <int32_t>(blocks - 1 - i)
+            r.blocks[i].prev = NO_BLOCK
+            r.blocks[i].next = NO_BLOCK
+        r.blocks[blocks].prev = <int32_t>blocks
+        r.blocks[blocks].next = <int32_t>blocks
+        r.header.num_free = blocks
+        for i in range(r.mask_slots + 1):
+            r.slots[i].first = NO_BLOCK
+            r.slots[i].last = NO_BLOCK
+        r.header.waiting_head = NO_SLOT
+        r.header.waiting_tail = NO_SLOT
+        r.header.free_request = NO_SLOT
+        for i in range(32):
+            r.header.table_free[i] = NO_BLOCK
+        rng_seed(&r.header.rng, seed)
+
+    cdef int _enlarge(self, int what, int64_t need) except -1:
+        """Make room for at least `need` rows of a table, doubling it."""
+        cdef rank_t* r = &self.r
+        cdef int64_t i
+        if what == GROW_SIGNALS:
+            signals = np.zeros(power_of_two(need), layout.SIGNAL)
+            signals[:len(self._signals)] = self._signals
+            self._outgrown.append(self._signals)
+            self._signals = signals
+            r.signals = <signal_t*>address(signals)
+            r.cap_signals = len(signals)
+            return 0
+        if what == GROW_PRESSURES:
+            pressures = np.zeros(power_of_two(need), layout.PRESSURE)
+            pressures[:len(self._pressures)] = self._pressures
+            self._outgrown.append(self._pressures)
+            self._pressures = pressures
+            r.pressures = <pressure_t*>address(pressures)
+            r.cap_pressures = len(pressures)
+            return 0
+        sizes = {name: size for name, (_, size) in self._offsets.items()}
+        if what == GROW_REQUESTS:
+            sizes["requests"] = sizes["running"] = power_of_two(need)
+            sizes["ids"] = 2 * sizes["requests"]
+        else:
+            sizes[{GROW_TABLES: "tables", GROW_EVENTS: "events", GROW_EVENT_BLOCKS: "event_blocks"}[what]] = (
+                power_of_two(need))
+        old, old_offsets = self.arena, self._offsets
+        total = self._plan(sizes)
+        self.arena = np.zeros(total, np.uint8)
+        for name, dtype in _SECTIONS.items():
+            start, size = old_offsets[name]
+            where = self._offsets[name][0]
+            count = size * dtype.itemsize
+            self.arena[where:where + count] = old[start:start + count]
+        self._outgrown.append(old)
+        self._bind_arena()
+        if what == GROW_REQUESTS:
+            self._outgrown.extend([self._ready, self._burst, self._admissions, self._contents_memory])
+            self._alloc_scratch(sizes["requests"])
+            for i in range(r.mask_ids + 1):
+                r.ids[i] = NO_SLOT
+            for i in range(r.header.high_water):
+                if r.requests[i].status != 0:
+                    id_insert(r, <int32_t>i)
+        return 0
+
+    def _set_profile(self, profile):
+        cdef profile_t* p
+        if profile is None:
+            return
+        memory = np.zeros(sizeof(profile_t), np.uint8)
+        p = <profile_t*>address(memory)
+        p.decode_kv = <const double*>address(profile["decode_active_kv_tokens"])
+        p.decode_context = <const double*>address(profile["decode_context_length"])
+        p.decode_itl = <const double*>address(profile["decode_itl"])
+        p.num_kv = len(profile["decode_active_kv_tokens"])
+        p.num_context = len(profile["decode_context_length"])
+        if "prefill_batch_size" in profile:
+            p.prefill_x = <const double*>address(profile["prefill_batch_size"])
+            p.prefill_tokens = <const double*>address(profile["prefill_new_tokens_per_request"])
+            p.prefill_read = <const double*>address(profile["prefill_kv_read_tokens_per_request"])
+            p.prefill_time = <const double*>address(profile["prefill_time_ms"])
+            p.num_x = len(profile["prefill_batch_size"])
+            p.num_tokens = len(profile["prefill_new_tokens_per_request"])
+            p.num_read = len(profile["prefill_kv_read_tokens_per_request"])
+        else:
+            p.prefill_x = <const double*>address(profile["prefill_isl"])
+            p.prefill_time = <const double*>address(profile["prefill_ttft_ms"])
+            p.num_x = len(profile["prefill_isl"])
+        self._profile = (memory, profile)
+        self.r.profile = p
+
+    # ------------------------------------------------------------ asking Python
+
+    cdef int _predict(self, int kind, int64_t count, int64_t first, int64_t second, int64_t total, double* out) noexcept:
+        name = "decode" if kind else "prefill"
+        try:
+            if kind:
+                value = self._timing.predict_decode_ms(count, first, second, total)
+            else:
+                value = self._timing.predict_prefill_ms(count, first, second)
+        except BaseException as error:
+            self.error = TimingError(f"external {name} prediction failed: {error}")
+            self.error.__cause__ = error
+            return -1
+        try:
+            out[0] = float(value)
+        except (TypeError, ValueError):
+            self.error = TimingError(f"external {name} prediction must be a number of milliseconds, got {value!r}")
+            return -1
+        if not (out[0] - out[0] == 0.0):
+            self.error = TimingError(f"external {name} prediction returned a non-finite duration, got {value!r}")
+            return -1
+        if kind and out[0] < 0.0:
+            self.error = TimingError(f"external {name} prediction returned a negative duration, got {value!r}")
+            return -1
+        return 0
+
+    cdef int32_t _ask_victim(self) noexcept:
+        try:
+            order = self._policy.victims(self.running_rows())
+            if order is None or len(order) == 0:
+                return -1
+            index = int(order[0])
+            if not 0 <= index < self.r.header.num_running:
+                raise IndexError(
+                    f"victims() must return positions 0 <= i < {self.r.header.num_running} of its argument, got {index}")
+            return self.r.running[index]
+        except BaseException as error:
+            self.error = error
+            return -2
+
+    cdef int32_t _ask_admission(self, int32_t slot) noexcept:
+        try:
+            return 1 if self._policy.admit(self.request_row(slot), self.pool()) else 0
+        except BaseException as error:
+            self.error = error
+            return -2
+
+    cdef int32_t _ask_order(self) noexcept:
+        try:
+            slots, rows = self.waiting_rows()
+            order = np.asarray(self._policy.order(rows), dtype=np.int64)
+            if len(order) != len(slots) or not np.array_equal(np.sort(order), np.arange(len(slots))):
+                raise ValueError(f"order() must return a permutation of 0..{len(slots) - 1}, got {order!r}")
+            self.reorder(slots[order])
+            return 0
+        except BaseException as error:
+            self.error = error
+            return -2
+
+    cdef double _ask_score(self, int32_t slot) noexcept:
+        try:
+            return float(self._policy.score(self.request_row(slot)))
+        except BaseException as error:
+            self.error = error
+            return 0.0
+
+    def take_error(self):
+        """The exception a callback left behind, or None; forgotten afterwards."""
+        error, self.error = self.error, None
+        return error
+
+    # ------------------------------------------------------------ commands
+
+    def submit(self, uint64_t id_hi, uint64_t id_lo, int64_t num_input, int64_t max_output, content):
+        """Queue a request; `content` is (hashes, locals or None, planned or None, anything to keep alive)."""
+        cdef content_t c
+        cdef int32_t slot
+        self._outgrown.clear()
+        hashes, local, planned, _ = content
+        c.hashes = <const uint64_t*>address(hashes)
+        c.locals = NULL if local is None else <const uint64_t*>address(local)
+        c.planned = NULL if planned is None else <const uint32_t*>address(planned)
+        c.num_hashes = len(hashes)
+        slot = paged_submit(&self.r, id_hi, id_lo, num_input, max_output, &c)
+        self._contents[slot] = content
+        return slot
+
+    def find(self, uint64_t id_hi, uint64_t id_lo):
+        """Row of a live request, -1 if there is none of that id."""
+        return id_find(&self.r, id_hi, id_lo)
+
+    def cancel(self, int32_t slot):
+        """Drop the request in row `slot`."""
+        paged_cancel(&self.r, slot)
+        self._contents[slot] = None
+
+    def reorder(self, slots):
+        """Put the waiting requests in the order of `slots`, which must name each of them once."""
+        cdef int32_t slot
+        for slot in slots:
+            waiting_remove(&self.r, slot)
+            waiting_link(&self.r, slot, NO_SLOT)
+
+    # ------------------------------------------------------------ the pass
+
+    def execute(self, double now_ms):
+        """One whole pass; returns its end, ms. Raises what a callback raised."""
+        cdef rank_t* r = &self.r
+        cdef int status
+        self._outgrown.clear()
+        r.want_signals = 1
+        with nogil:
+            status = paged_schedule(r, now_ms)
+            if status == PASS_OK:
+                paged_emit(r)
+                paged_settle(r)
+        if self.error is not None:
+            raise self.take_error()
+        return r.p.end_ms
+
+    def progressed(self):
+        """Whether the last pass did anything."""
+        return paged_progressed(&self.r)
+
+    def stuck(self):
+        """(FailReason value, blocks or tokens needed) of a head that can never progress; reason 0: not stuck."""
+        cdef int64_t needed
+        cdef int reason = paged_stuck(&self.r, &needed)
+        return reason, needed
+
+    def fail_head(self):
+        """End a stuck head; its signal is what `signals` returns next. Returns the reason."""
+        return paged_fail_head(&self.r)
+
+    def signals(self):
+        """Copy of the output signals of the last pass."""
+        return self._signals[:self.r.num_signals].copy()
+
+    def admissions(self):
+        """Copy of the admissions of the last pass."""
+        return self._admissions[:self.r.num_admissions].copy()
+
+    def pressures(self):
+        """Copy of the preemptions of the last pass."""
+        return self._pressures[:self.r.num_pressures].copy()
+
+    def release_contents(self, slots):
+        """Forget the content of requests that ended."""
+        for slot in slots:
+            if self.r.requests[<int32_t>slot].status == 0:
+                self._contents[slot] = None
+
+    def content(self, slot):
+        """What `submit` was given for the request in `slot`, or None."""
+        return self._contents[slot]
+
+    @property
+    def num_signals(self):
+        return self.r.num_signals
+
+    @property
+    def num_admissions(self):
+        return self.r.num_admissions
+
+    @property
+    def num_pressures(self):
+        return self.r.num_pressures
+
+    @property
+    def num_events(self):
+        return self.r.header.num_events
+
+    @property
+    def completed(self):
+        """Requests that ended in the last pass."""
+        return self.r.p.completed
+
+    @property
+    def acceptance(self):
+        """(non-rejected signals, distinct requests among them) of the last pass."""
+        return (self.r.p.visible, self.r.p.visible_requests)
+
+    def drain_events(self):
+        """KV events since the last drain: (events, blocks) struct arrays, copies."""
+        cdef header_t* h = self.r.header
+        events = self._section("events", layout.EVENT, h.num_events).copy()
+        blocks = self._section("event_blocks", layout.EVENT_BLOCK, h.num_event_blocks).copy()
+        # Drained rows are cleared so that the bytes of two equal states are equal.
+        memset(self.r.events, 0, <size_t>h.num_events * sizeof(event_t))
+        memset(self.r.event_blocks, 0, <size_t>h.num_event_blocks * sizeof(event_block_t))
+        h.num_events = 0
+        h.num_event_blocks = 0
+        return events, blocks
+
+    def metrics(self):
+        """Occupancy: (active, inactive, total, running, waiting, preemptions)."""
+        cdef header_t* h = self.r.header
+        return (pool_active(&self.r), h.num_inactive, self.r.config.num_blocks, h.num_running, h.num_waiting,
+                h.preemptions_total)
+
+    def fpm(self):
+        """Forward-pass metrics of the last pass without its duration, in contract order."""
+        cdef rank_t* r = &self.r
+        cdef header_t* h = r.header
+        return (
+            r.p.prefill.count, r.p.prefill_tokens, moments_variance(&r.p.prefill), r.p.prefill_kv_tokens,
+            r.p.decode.count, r.p.decode.sum, moments_variance(&r.p.decode),
+            h.queued_count, h.queued_sum, kvsim_variance(h.queued_count, h.queued_sum, h.queued_squares),
+            h.requeued_count, h.requeued_sum, kvsim_variance(h.requeued_count, h.requeued_sum, h.requeued_squares),
+        )
+
+    # ------------------------------------------------------------ looking in
+
+    def view(self, name, writable=False):
+        """Rows in use of one section, no copy. Read-only unless a test asks otherwise."""
+        cdef header_t* h = self.r.header
+        used = {
+            "config": 1, "header": 1, "running": h.num_running, "requests": h.high_water, "ids": self.r.mask_ids + 1,
+            "free_stack": h.num_free, "blocks": self.r.config.num_blocks, "slots": self.r.mask_slots + 1,
+            "tables": h.table_used, "events": h.num_events, "event_blocks": h.num_event_blocks,
+        }
+        if name == "sentinel":
+            array = self._section("blocks", layout.BLOCK, self.r.config.num_blocks + 1)[self.r.config.num_blocks:]
+        else:
+            array = self._section(name, _SECTIONS[name], used[name])
+        array.flags.writeable = writable
+        return array
+
+    def request_row(self, int32_t slot):
+        """Copy of one request row."""
+        return self.view("requests")[slot].copy()
+
+    def running_rows(self):
+        """Copies of the running rows in running order."""
+        return self.view("requests")[self.view("running")]
+
+    def waiting_slots(self):
+        """Row numbers of the waiting requests in queue order."""
+        cdef int32_t slot = self.r.header.waiting_head
+        cdef int64_t i
+        slots = np.empty(self.r.header.num_waiting, np.int64)
+        for i in range(self.r.header.num_waiting):
+            slots[i] = slot
+            slot = self.r.requests[slot].next
+        return slots
+
+    def waiting_rows(self):
+        """(row numbers, copies of the rows) of the waiting requests in queue order."""
+        slots = self.waiting_slots()
+        return slots, self.view("requests")[slots]
+
+    def pool(self):
+        """(active, inactive, free, total) blocks."""
+        cdef header_t* h = self.r.header
+        return (pool_active(&self.r), h.num_inactive, h.num_free, self.r.config.num_blocks)
+
+    # ------------------------------------------------------------ whole state
+
+    def fork(self):
+        """An independent copy; request content is shared, it is read-only."""
+        cdef RankState other = RankState.__new__(RankState)
+        other._policy = self._policy
+        other._timing = self._timing
+        other._profile = self._profile
+        other.r.profile = self.r.profile
+        other._offsets = self._offsets
+        other.arena = self.arena.copy()
+        other._bind_arena()
+        other._contents_memory = self._contents_memory
+        other._contents = list(self._contents)
+        other._alloc_scratch(self._offsets["requests"][1])
+        return other
+
+    def save(self):
+        """(arena bytes, section sizes, contents): enough for `load`."""
+        return self.arena.copy(), {name: size for name, (_, size) in self._offsets.items()}, list(self._contents)
+
+    def load(self, arena, sizes, contents):
+        """Become the state that `save` returned."""
+        cdef content_t* c
+        cdef int64_t i
+        if set(sizes) != set(_SECTIONS):
+            raise SnapshotError("the snapshot has other tables than this version of kvsim")
+        old = self._offsets
+        total = self._plan(sizes)
+        if total != len(arena):
+            self._offsets = old
+            raise SnapshotError(f"the snapshot holds {len(arena)} bytes where its tables need {total}")
+        config = arena[:layout.CONFIG.itemsize].tobytes()
+        if config != self.view("config").tobytes():
+            self._offsets = old
+            raise SnapshotError("the snapshot was taken under another configuration")
+        self.arena = np.array(arena, np.uint8, copy=True)
+        self._bind_arena()
+        self._contents = list(contents)
+        self._contents_memory = None
+        self._admissions = None
+        self._alloc_scratch(sizes["requests"])
+        for i, content in enumerate(self._contents):
+            if content is None:
+                continue
+            c = &self.r.contents[i]
+            c.hashes = <const uint64_t*>address(content[0])
+            c.locals = NULL if content[1] is None else <const uint64_t*>address(content[1])
+            c.planned = NULL if content[2] is None else <const uint32_t*>address(content[2])
+            c.num_hashes = len(content[0])
+
+    def digest(self):
+        """64-bit hash of the state in use; equal states have equal digests, whatever their capacities."""
+        cdef uint64_t h = 0
+        for name in ("config", "header", "running", "requests", "free_stack", "blocks", "sentinel", "slots", "tables",
+                     "events", "event_blocks"):
+            data = self.view(name).view(np.uint8)
+            if name == "slots" and self.r.config.caching == 0:
+                continue
+            if len(data):
+                h = xxh3_64(<const uint8_t*>address(data), len(data), h)
+        return h
+
+
+# ---------------------------------------------------------------- layout self-check
+
+def check_layout():
+    """Compare each C struct with the dtype of kvsim.layout: size, and every field by reading a patterned row.
+
+    Raises
+    ------
+    ImportError
+        If they differ: the extension was built for another version.
+    """
+    cdef config_t config
+    cdef header_t header
+    cdef request_t request
+    cdef block_t block
+    cdef slot_t slot
+    cdef event_t event
+    cdef event_block_t event_block
+    cdef signal_t signal
+    cdef admission_t admission
+    cdef pressure_t pressure
+    sizes = {
+        "CONFIG": sizeof(config_t), "HEADER": sizeof(header_t), "REQUEST": sizeof(request_t), "BLOCK": sizeof(block_t),
+        "HASH_SLOT": sizeof(slot_t), "EVENT": sizeof(event_t), "EVENT_BLOCK": sizeof(event_block_t),
+        "SIGNAL": sizeof(signal_t), "ADMISSION": sizeof(admission_t), "PRESSURE": sizeof(pressure_t),
+    }
+    for name, size in sizes.items():
+        dtype = getattr(layout, name)
+        if dtype.itemsize != size:
+            raise ImportError(f"kvsim.layout.{name} has {dtype.itemsize} bytes, the compiled struct {size}")
+        row = ((np.arange(size) * 37 + 11) % 61 + 1).astype(np.uint8)
+        data = address(row)
+        if name == "CONFIG":
+            memcpy(&config, data, size)
+            fields = config
+        elif name == "HEADER":
+            memcpy(&header, data, size)
+            fields = header
+        elif name == "REQUEST":
+            memcpy(&request, data, size)
+            fields = request
+        elif name == "BLOCK":
+            memcpy(&block, data, size)
+            fields = block
+        elif name == "HASH_SLOT":
+            memcpy(&slot, data, size)
+            fields = slot
+        elif name == "EVENT":
+            memcpy(&event, data, size)
+            fields = event
+        elif name == "EVENT_BLOCK":
+            memcpy(&event_block, data, size)
+            fields = event_block
+        elif name == "SIGNAL":
+            memcpy(&signal, data, size)
+            fields = signal
+        elif name == "ADMISSION":
+            memcpy(&admission, data, size)
+            fields = admission
+        else:
+            memcpy(&pressure, data, size)
+            fields = pressure
+        _compare(name, fields, row.view(dtype)[0])
+
+
+def _compare(name, fields, row):
+    if tuple(fields) != row.dtype.names:
+        raise ImportError(f"kvsim.layout.{name} has the fields {row.dtype.names}, the compiled struct {tuple(fields)}")
+    for field in row.dtype.names:
+        value, expected = fields[field], row[field]
+        if isinstance(value, dict):
+            _compare(f"{name}.{field}", value, expected)
+        elif not np.array_equal(np.asarray(value, dtype=expected.dtype), expected):
+            raise ImportError(f"kvsim.layout.{name}.{field} lies elsewhere in the compiled struct")
+
+
+def modelled_ms(double raw_ms, double ratio):
+    """A raw duration after the two roundings and the division of timing-and-fpm.md section 3, ms."""
+    return kvsim_modelled_ms(raw_ms, ratio)
+
+
+check_layout()

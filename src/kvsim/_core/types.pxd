@@ -1,0 +1,361 @@
+# Integer types, enums and every struct of the arena, each field on its line.
+#
+# A struct here and the dtype of the same name in kvsim/layout.py are one fact
+# written twice; state.pyx compares them when it is imported. Indices are
+# signed, links between rows are indices, never pointers: an index survives
+# copying, saving and forking.
+
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+
+from kvsim._core.rng cimport rng_t
+
+cdef extern from *:
+    """
+    #include <stdio.h>
+    #include <stdlib.h>
+    #ifdef KVSIM_CHECK
+    /* A broken invariant inside a kernel: the state is wrong, going on would hide it. */
+    #define KVSIM_ASSERT(condition) do { if (!(condition)) { fprintf(stderr, \\
+        "kvsim: broken invariant at %s:%d: %s\\n", __FILE__, __LINE__, #condition); abort(); } } while (0)
+    #else
+    #define KVSIM_ASSERT(condition) ((void)0)
+    #endif
+    #define KVSIM_PREFETCH(address) __builtin_prefetch((const void*)(address))
+    #define KVSIM_LIKELY(condition) __builtin_expect(!!(condition), 1)
+    #define KVSIM_UNLIKELY(condition) __builtin_expect(!!(condition), 0)
+    """
+    void CHECK "KVSIM_ASSERT"(bint condition) noexcept nogil
+    void prefetch "KVSIM_PREFETCH"(const void* address) noexcept nogil
+    bint likely "KVSIM_LIKELY"(bint condition) noexcept nogil
+    bint unlikely "KVSIM_UNLIKELY"(bint condition) noexcept nogil
+
+cdef enum:
+    NO_SLOT = -1
+    NO_BLOCK = -1
+    TABLE_CLASSES = 32
+    MAX_DRAFTS = 64
+
+cdef enum request_status:
+    FREE = 0       # row not in use
+    WAITING = 1
+    RUNNING = 2
+    PREEMPTED = 3  # waiting again, has generated or computed before
+
+cdef enum request_flag:
+    SIGNALLED = 1  # its first output signal is out
+    OUTGROWN = 2   # had the whole pool to itself and still could not grow
+    SCORED = 4     # `score` was given by the policy
+
+cdef enum gate_kind:
+    FULL_ISL = 0       # the whole known sequence must fit (vLLM)
+    TO_COMPLETION = 1  # prompt and all outputs are reserved (TensorRT-LLM)
+
+cdef enum victim_kind:
+    NEWEST = 0
+    OLDEST = 1
+    ASK_VICTIM = 2  # a policy orders the victims
+
+cdef enum order_kind:
+    ARRIVAL = 0
+    BY_SCORE = 1
+
+cdef enum worker_kind:
+    AGGREGATED = 0
+    PREFILL = 1
+    DECODE = 2
+
+cdef enum timing_kind:
+    FIXED = 0
+    POLYNOMIAL = 1
+    PROFILE = 2
+    CALLABLE = 3
+
+cdef enum event_kind:
+    STORED = 0
+    REMOVED = 1
+
+cdef enum event_flag:
+    HAS_PARENT = 1
+
+cdef enum signal_flag:
+    HAS_TOKEN = 1
+    COMPLETED = 2
+    REJECTED = 4
+    FAILED = 8
+    HAS_CACHED = 16
+
+cdef enum fail_reason:
+    NO_REASON = 0
+    MODEL_LENGTH = 1
+    POOL_TOO_SMALL = 2
+    OUTGREW_POOL = 3
+    BUDGET_TOO_SMALL = 4
+    NOT_ADMITTED = 5
+
+cdef enum growable:  # what `rank_t.grow` is asked to enlarge
+    GROW_REQUESTS = 0
+    GROW_TABLES = 1
+    GROW_EVENTS = 2
+    GROW_EVENT_BLOCKS = 3
+    GROW_SIGNALS = 4
+    GROW_PRESSURES = 5
+
+cdef enum pass_status:
+    PASS_OK = 0
+    PASS_FAILED = -1  # a Python callback raised; the exception is kept by the owner
+
+cdef struct config_t:  # constants of the rank; one row
+    int64_t num_blocks
+    int64_t block_size
+    int64_t max_model_len         # 0: no limit
+    int64_t max_running           # cap of the running set
+    int64_t budget                # tokens per pass
+    int64_t total_kv_tokens       # num_blocks * block_size
+    int64_t nextn                 # draft tokens, 0: no speculation
+    double speedup                # divides durations, 0: unscaled
+    double decode_speedup         # divides decode durations further
+    double prefill_ms             # FIXED: modelled durations, scaled and rounded
+    double decode_ms
+    int32_t caching
+    int32_t chunked
+    int32_t gate                  # gate_kind
+    int32_t may_preempt
+    int32_t victim                # victim_kind
+    int32_t order                 # order_kind
+    int32_t worker                # worker_kind
+    int32_t timing                # timing_kind
+    int32_t recompute_last        # a full hit recomputes the last block
+    int32_t eager_samples         # blocks of samples are taken at emission
+    int32_t first_token_is_decode
+    int32_t decode_from_blocks
+    int32_t floor_every_decode
+    int32_t always_draft          # drafts need neither an emission nor budget
+    int32_t emit_events
+    int32_t ask_admission         # the policy decides each admission by code
+    int32_t ask_order             # the policy orders the waiting requests
+    int32_t giveback              # cached blocks computed again for the drafter
+    int32_t keep_locals           # local hashes are kept with the content
+    int32_t unused
+    double accept_rates[MAX_DRAFTS]
+
+cdef struct header_t:  # every scalar of the rank; one row
+    int64_t num_running
+    int64_t num_waiting
+    int64_t num_live              # rows in use
+    int64_t high_water            # rows ever used
+    int64_t arrivals              # next waiting_order
+    int64_t passes                # passes executed
+    int64_t preemptions_total
+    int64_t capacity_generation   # grows whenever capacity may have grown
+    int64_t next_event_id
+    int64_t num_events            # rows of `events` not drained
+    int64_t num_event_blocks
+    int64_t num_free              # blocks without content, on the stack
+    int64_t num_inactive          # findable blocks without references
+    int64_t num_reserved          # free blocks promised inside a pass
+    int64_t table_used            # bump pointer of the block-table heap
+    int64_t running_blocks        # table entries of running requests
+    int64_t running_completion    # blocks those will have when complete
+    int64_t queued_count          # waiting, never preempted: number, sum and sum of squares of prompt lengths
+    int64_t queued_sum
+    int64_t queued_squares
+    int64_t requeued_count        # preempted and waiting: of whole lengths
+    int64_t requeued_sum
+    int64_t requeued_squares
+    int64_t committed_prefill_tokens
+    int64_t duration_count        # Welford over pass durations
+    double duration_sum
+    double duration_mean
+    double duration_m2
+    int32_t waiting_head
+    int32_t waiting_tail
+    int32_t free_request          # head of the list of unused rows
+    int32_t effect_free           # the last pass changed nothing
+    int32_t table_free[TABLE_CLASSES]  # heads of the free spans of 2**k entries
+    rng_t rng                     # acceptance draws
+
+cdef struct request_t:  # 128 bytes: what a decode step touches lies in the first 64
+    int32_t num_input             # prompt tokens
+    int32_t length                # prompt and generated tokens
+    int32_t limit                 # length at which generation is complete
+    int32_t generated
+    int32_t computed              # tokens whose KV is computed
+    int32_t allocated             # tokens the lease covers
+    int32_t capacity              # n_blocks * block_size
+    int32_t next_seal             # computing this many tokens completes a block
+    int32_t table                 # first entry of its block table, -1: none
+    int32_t n_blocks              # entries in use
+    int32_t drafts                # proposed by its last emission
+    int32_t sched_drafts          # scheduled in pass `stamp`
+    int64_t stamp                 # pass that scheduled it last
+    uint8_t status                # request_status
+    uint8_t flags                 # request_flag
+    uint8_t table_class           # log2 of the span
+    uint8_t unused
+    int32_t sched_total           # tokens scheduled in pass `stamp`
+    uint64_t id_hi
+    uint64_t id_lo
+    int64_t waiting_order
+    double score
+    int32_t next                  # waiting list, or list of unused rows
+    int32_t prev
+    int32_t sched_prompt          # prompt tokens scheduled in pass `stamp`
+    int32_t hashed                # leading blocks whose hash is known
+    int32_t preemptions
+    int32_t cached_prefix         # reuse of the first admission, -1: not admitted yet
+    int32_t max_output
+    int32_t reused                # reuse of the last admission
+
+cdef struct block_t:  # 32 bytes
+    uint64_t hash
+    int32_t refs
+    int32_t prev                  # inactive list, oldest first
+    int32_t next
+    int32_t copy_prev             # copies of the same hash, oldest first
+    int32_t copy_next
+    int32_t hashed                # 1: findable by `hash`
+
+cdef struct slot_t:  # 16 bytes: hash table of findable blocks
+    uint64_t hash
+    int32_t first                 # oldest copy, NO_BLOCK: empty slot
+    int32_t last
+
+cdef struct event_t:
+    int64_t event_id
+    uint64_t parent_hash
+    double at_ms                  # end of the pass, filled when it completes
+    int32_t first                 # first row in event_blocks
+    int32_t count
+    int32_t kind                  # event_kind
+    int32_t flags                 # event_flag
+
+cdef struct event_block_t:
+    uint64_t block_hash
+    uint64_t tokens_hash
+    int32_t slot                  # request that computed it, for its token ids
+    int32_t index                 # position in that request
+
+cdef struct signal_t:  # one output signal of a pass
+    uint64_t id_hi
+    uint64_t id_lo
+    int32_t slot
+    uint32_t token
+    int32_t flags                 # signal_flag
+    int32_t cached                # with HAS_CACHED
+    int32_t reason                # fail_reason
+    int32_t num_input
+    int64_t needed                # blocks or tokens that `reason` found too many
+    int32_t generated             # tokens so far, this one included
+    int32_t preemptions
+
+cdef struct admission_t:
+    uint64_t id_hi
+    uint64_t id_lo
+    int32_t slot
+    int32_t reused
+
+cdef struct pressure_t:
+    uint64_t id_hi
+    uint64_t id_lo
+    int32_t running_before
+    int32_t waiting_before
+    int32_t running_after
+    int32_t waiting_after
+    int64_t active_before
+    int64_t active_after
+    int64_t request_blocks
+
+cdef struct moments_t:  # integer sums of one group of requests
+    int64_t count
+    int64_t sum
+    int64_t squares
+
+cdef struct pass_t:  # the pass being executed, scratch
+    double start_ms
+    double prefill_ms
+    double decode_ms
+    double end_ms
+    int64_t budget
+    int64_t prefill_count         # prompts in the prefill batch, with their sums
+    int64_t prefill_isl
+    int64_t prefill_prefix
+    moments_t prefill             # full prompt lengths of scheduled prefills
+    int64_t prefill_tokens
+    int64_t prefill_kv_tokens
+    moments_t decode              # lengths of scheduled decodes
+    int64_t scheduled             # requests scheduled
+    int64_t completed
+    int64_t visible               # non-rejected signals, and distinct requests among them
+    int64_t visible_requests
+    int32_t preempted_any
+    int32_t num_ready
+    int32_t num_terminal
+
+cdef struct content_t:  # what a request's tokens are; read-only, owned by Python, beside the arena
+    const uint64_t* hashes        # one per full block of prompt and planned output
+    const uint64_t* locals        # local hashes, NULL: not kept
+    const uint32_t* planned       # output ids, NULL: made up by rule
+    int64_t num_hashes
+
+cdef struct profile_t:  # an interpolated timing profile; read-only, owned by Python
+    const double* decode_kv       # axis, active KV tokens
+    const double* decode_context  # axis
+    const double* decode_itl      # [decode_kv, decode_context]
+    int64_t num_kv
+    int64_t num_context
+    const double* prefill_x       # 1-D: axis; batch-aware: batch axis
+    const double* prefill_tokens  # batch-aware: axis of new tokens per request
+    const double* prefill_read    # batch-aware: axis of cached tokens per request
+    const double* prefill_time
+    int64_t num_x
+    int64_t num_tokens
+    int64_t num_read              # 0: 1-D
+
+cdef struct rank_t  # below
+
+ctypedef int (*grow_fn)(rank_t*, int, int64_t) noexcept nogil
+ctypedef int (*predict_fn)(rank_t*, int, int64_t, int64_t, int64_t, int64_t, double*) noexcept nogil
+ctypedef int32_t (*ask_fn)(rank_t*, int32_t) noexcept nogil
+ctypedef double (*score_fn)(rank_t*, int32_t) noexcept nogil
+
+cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it moves; never stored in it
+    config_t* config
+    header_t* header
+    request_t* requests
+    int32_t* running
+    int32_t* ids                  # id -> row, linear probing
+    int32_t* tables               # heap of block tables
+    block_t* blocks               # num_blocks rows and a sentinel: the ends of the inactive list
+    int32_t* free_stack
+    slot_t* slots
+    event_t* events
+    event_block_t* event_blocks
+    int64_t cap_requests
+    int64_t mask_ids
+    int64_t cap_tables
+    int64_t mask_slots
+    int64_t cap_events
+    int64_t cap_event_blocks
+    # beside the arena
+    content_t* contents           # by row
+    profile_t* profile
+    signal_t* signals
+    admission_t* admissions
+    pressure_t* pressures
+    int32_t* ready                # scratch: rows that emit in this pass
+    int32_t* burst                # scratch: tokens each of them emits
+    int64_t num_signals
+    int64_t num_rejected
+    int64_t num_admissions
+    int64_t num_pressures
+    int64_t cap_signals
+    int64_t cap_pressures
+    int32_t want_signals          # fill token ids, not only ends
+    pass_t p
+    void* owner                   # RankState, for the callbacks
+    grow_fn grow
+    predict_fn predict            # CALLABLE timing
+    ask_fn ask_victim
+    ask_fn ask_admission
+    ask_fn ask_order
+    score_fn score

@@ -1,0 +1,812 @@
+"""One scheduler rank behind the neutral contract (spec/engine-contract.md sections 4 and 5)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsim import layout
+from kvsim._core import content as _content
+from kvsim._core.state import RankState
+from kvsim.config import EngineConfig
+from kvsim.contract import (
+    Admission,
+    Applied,
+    CancelDestination,
+    CancelRequest,
+    CancelSource,
+    Command,
+    CommandContext,
+    CommandEffects,
+    DestinationReserved,
+    ForwardPassMetrics,
+    HostOffloadObserver,
+    InternalEffects,
+    KvEvent,
+    Metrics,
+    Noop,
+    Output,
+    PassCompletionEffects,
+    PassStartEffects,
+    PendingPass,
+    PressureEvent,
+    PressureState,
+    RankIdentity,
+    RankPass,
+    Removed,
+    Request,
+    RequestId,
+    Rows,
+    SameTimestampRetry,
+    SourceHeld,
+    Stored,
+    StoredBlock,
+    Submit,
+    Submitted,
+    id_to_int,
+)
+from kvsim.errors import CommandError, ConfigError, PoisonedError, SnapshotError
+from kvsim.integrity import check_rank
+from kvsim.layout import FailReason
+from kvsim.policies import Policy, get_policy
+from kvsim.policies.base import Directive
+from kvsim.timing import TimingParameters, resolve_timing
+
+__all__ = ["RankSnapshot", "SchedulerRank", "StuckHead"]
+
+_MASK64 = (1 << 64) - 1
+_MAX_TOKENS = 2**31 - 1
+_UNLIMITED = 2**62
+
+_HAS_TOKEN, _COMPLETED, _REJECTED, _FAILED, _HAS_CACHED = 1, 2, 4, 8, 16
+_STORED = 0
+_HAS_PARENT = 1
+_WORKER = {"aggregated": 0, "prefill": 1, "decode": 2}
+_EMPTY_EVENTS: tuple[KvEvent, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StuckHead:
+    """The queue head of an idle rank that can never progress.
+
+    Attributes
+    ----------
+    request_id : int
+    reason : FailReason
+    needed : int
+        Blocks or tokens that are too many, by `reason`.
+    """
+
+    request_id: int
+    reason: FailReason
+    needed: int
+
+    def describe(self, config: EngineConfig) -> str:
+        """One clause for a report: what was needed and what there is."""
+        return describe_reason(self.reason, self.needed, config)
+
+
+def describe_reason(reason: int, needed: int, config: EngineConfig) -> str:
+    """Why a request was rejected or failed, in one clause; empty for NONE."""
+    if reason == FailReason.MODEL_LENGTH:
+        return f"prompt of {needed} tokens reaches max_model_len {config.max_model_len}"
+    if reason == FailReason.POOL_TOO_SMALL:
+        return f"needs {needed} > {config.num_gpu_blocks} blocks"
+    if reason == FailReason.OUTGREW_POOL:
+        return f"outgrew the pool: {needed} > {config.num_gpu_blocks} blocks"
+    if reason == FailReason.BUDGET_TOO_SMALL:
+        return (
+            f"prompt of {needed} tokens exceeds max_num_batched_tokens {config.max_num_batched_tokens} "
+            "with chunked prefill off"
+        )
+    if reason == FailReason.NOT_ADMITTED:
+        return "the policy never admits it"
+    return ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankSnapshot:
+    """A saved rank: plain data, fit for pickling.
+
+    Attributes
+    ----------
+    identity : RankIdentity
+    arena : ndarray of uint8
+    sizes : dict of str to int
+        Rows of each section of the arena.
+    contents : list
+        Request content by row.
+    """
+
+    identity: RankIdentity
+    arena: npt.NDArray[np.uint8]
+    sizes: dict[str, int]
+    contents: list[Any]
+
+
+class _Tokens:
+    """Token ids of a live request, spelled out when a KV event asks for them."""
+
+    __slots__ = ("_all", "outputs", "parts", "request_id")
+
+    def __init__(self, request_id: int, parts: list[npt.NDArray[Any]], outputs: Any) -> None:
+        self.request_id = request_id
+        self.parts = parts
+        self.outputs = outputs
+        self._all: npt.NDArray[np.uint32] | None = None
+
+    def block(self, index: int, block_size: int) -> tuple[int, ...]:
+        start, end = index * block_size, (index + 1) * block_size
+        if self._all is None:
+            self._all = _content.expand_parts(self.parts)
+        prompt = self._all
+        tokens = prompt[start:end].tolist()
+        if end > len(prompt):
+            first, last = max(0, start - len(prompt)), end - len(prompt)
+            if self.outputs is None:
+                made = _content.synthetic_tokens(self.request_id >> 64, self.request_id & _MASK64, last)
+            else:
+                made = self.outputs
+            tokens += made[first:last].tolist()
+        return tuple(tokens)
+
+
+class KvEvents(Sequence[KvEvent]):
+    """KV events as struct arrays that read as a sequence of `KvEvent`.
+
+    Attributes
+    ----------
+    events : ndarray of layout.EVENT
+    blocks : ndarray of layout.EVENT_BLOCK
+    """
+
+    __slots__ = ("_dp_rank", "_tokens", "_worker_id", "blocks", "events")
+
+    def __init__(
+        self,
+        events: npt.NDArray[Any],
+        blocks: npt.NDArray[Any],
+        identity: RankIdentity,
+        tokens: list[tuple[int, ...]] | None,
+    ) -> None:
+        self.events = events
+        self.blocks = blocks
+        self._worker_id = identity.worker_id
+        self._dp_rank = identity.dp_rank
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    @overload
+    def __getitem__(self, index: int) -> KvEvent: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[KvEvent]: ...
+    def __getitem__(self, index: int | slice) -> KvEvent | Sequence[KvEvent]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        event = self.events[index]
+        first = int(event["first"])
+        rows = self.blocks[first : first + int(event["count"])]
+        data: Stored | Removed
+        if event["kind"] == _STORED:
+            data = Stored(
+                int(event["parent_hash"]) if event["flags"] & _HAS_PARENT else None,
+                tuple(
+                    StoredBlock(
+                        int(row["block_hash"]),
+                        int(row["tokens_hash"]),
+                        None if self._tokens is None else self._tokens[first + i],
+                    )
+                    for i, row in enumerate(rows)
+                ),
+            )
+        else:
+            data = Removed(tuple(rows["block_hash"].tolist()))
+        return KvEvent(int(event["event_id"]), self._worker_id, self._dp_rank, data)
+
+    def __iter__(self) -> Iterator[KvEvent]:
+        return (self[i] for i in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Sequence) and not isinstance(other, str):
+            return list(self) == list(other)
+        return NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"KvEvents({list(self)!r})"
+
+
+def _admission(row: Any) -> Admission:
+    return Admission((int(row["id_hi"]) << 64) | int(row["id_lo"]), int(row["reused"]))
+
+
+def _output_builder(config: EngineConfig) -> Callable[[Any], Output]:
+    """Function that makes an `Output` of a SIGNAL row."""
+    rate: float | None = None
+    if (
+        config.worker_type == "prefill"
+        and config.kv_transfer_bytes_per_token is not None
+        and config.kv_transfer_bandwidth
+    ):
+        rate = config.kv_transfer_bandwidth * 1e9
+    per_token = config.kv_transfer_bytes_per_token
+
+    def build(row: Any) -> Output:
+        flags = int(row["flags"])
+        delay = None
+        if rate is not None and per_token is not None and flags & _COMPLETED and not flags & (_REJECTED | _FAILED):
+            delay = int(row["num_input"]) * per_token / rate * 1000.0
+        return Output(
+            (int(row["id_hi"]) << 64) | int(row["id_lo"]),
+            int(row["token"]) if flags & _HAS_TOKEN else None,
+            bool(flags & _COMPLETED),
+            bool(flags & _REJECTED),
+            int(row["cached"]) if flags & _HAS_CACHED else None,
+            delay,
+            bool(flags & _FAILED),
+        )
+
+    return build
+
+
+def _config_row(
+    config: EngineConfig, directive: Directive, timing: TimingParameters, policy: Policy
+) -> npt.NDArray[Any]:
+    """The constants of a rank as one row of layout.CONFIG."""
+    row = np.zeros(1, layout.CONFIG)
+    limit = config.max_model_len if directive.limit_model_len else None
+    rates = config.accept_rates
+    values: dict[str, Any] = {
+        "num_blocks": config.num_gpu_blocks,
+        "block_size": config.tokens_per_block,
+        "max_model_len": limit or 0,
+        "max_running": config.max_num_seqs or _UNLIMITED,
+        "budget": config.max_num_batched_tokens or _UNLIMITED,
+        "total_kv_tokens": config.num_gpu_blocks * config.tokens_per_block,
+        "nextn": config.aic_nextn or 0,
+        "speedup": config.speedup_ratio,
+        "decode_speedup": config.decode_speedup_ratio,
+        "prefill_ms": timing.prefill_ms,
+        "decode_ms": timing.decode_ms,
+        "caching": config.enable_prefix_caching,
+        "chunked": config.enable_chunked_prefill,
+        "gate": directive.reserve_to_completion,
+        "may_preempt": directive.may_preempt,
+        "victim": 2 if policy.overrides("victims") else int(directive.oldest_victim),
+        "order": policy.overrides("score"),
+        "worker": _WORKER[config.worker_type],
+        "timing": timing.kind,
+        "recompute_last": directive.recompute_last_token,
+        "eager_samples": config.rules.eager_sample_blocks,
+        "first_token_is_decode": directive.first_token_is_decode,
+        "decode_from_blocks": config.rules.decode_time_from_blocks,
+        "floor_every_decode": config.rules.floor_decode_of_every_model,
+        "always_draft": directive.always_draft,
+        "emit_events": config.emit_kv_events and config.enable_prefix_caching,
+        "ask_admission": policy.overrides("admit"),
+        "ask_order": policy.overrides("order"),
+        "giveback": directive.giveback_blocks,
+        "keep_locals": config.emit_kv_events,
+    }
+    for name, value in values.items():
+        row[name] = value
+    row["accept_rates"][0, : len(rates)] = rates
+    return row
+
+
+class SchedulerRank:
+    """A simulated scheduler with its KV cache: one rank of one engine.
+
+    Parameters
+    ----------
+    identity : RankIdentity
+    config : EngineConfig
+    timing : TimingModel, or a profile of `kvsim.timing.load_profile`, optional
+        In place of the configuration's timing model.
+    observer : HostOffloadObserver, optional
+        Hooks around lower-tier transfers.
+    policy : Policy or str, optional
+        Scheduling policy; the backend's own if omitted.
+
+    Raises
+    ------
+    ConfigError
+        The configuration cannot be simulated; names the field.
+
+    Notes
+    -----
+    A pass is committed when it executes; what it shows at its end is kept back
+    in a `PendingPass` until `complete_pass`. All state lies in one array, so
+    `fork`, `snapshot` and `digest` cost a copy or a hash of it.
+    """
+
+    __slots__ = (
+        "_build_output",
+        "_params",
+        "_poison",
+        "_policy",
+        "_seed",
+        "_state",
+        "_token_ids",
+        "config",
+        "identity",
+        "observer",
+    )
+
+    def __init__(
+        self,
+        identity: RankIdentity,
+        config: EngineConfig,
+        *,
+        timing: Any = None,
+        observer: HostOffloadObserver | None = None,
+        policy: Policy | str | None = None,
+    ) -> None:
+        if config.backend == "sglang":
+            raise ConfigError("backend", "sglang is not simulated by this version, only vllm and trtllm")
+        if config.native_host_offload is not None:
+            raise ConfigError("native_host_offload", "is not simulated by this version")
+        self.identity = identity
+        self.config = config
+        self.observer = observer
+        if policy is None or isinstance(policy, str):
+            policy = get_policy(policy or config.backend)
+        elif not isinstance(policy, Policy):
+            raise ConfigError("policy", f"expected a Policy or its name, got {policy!r}")
+        self._policy = policy
+        self._params = resolve_timing(config, timing)
+        self._seed = (config.aic_mtp_seed + identity.seed_offset) & _MASK64
+        self._state = RankState(
+            _config_row(config, policy.directive(config), self._params, policy),
+            self._seed,
+            policy,
+            self._params.model,
+            self._params.profile,
+        )
+        self._build_output = _output_builder(config)
+        self._token_ids = config.emit_kv_token_ids
+        self._poison: BaseException | None = None
+
+    # ------------------------------------------------------------ commands
+
+    def apply_command(
+        self, command: Command, context: CommandContext, pending: PendingPass | None = None
+    ) -> CommandEffects:
+        """Apply one command.
+
+        Parameters
+        ----------
+        command : Command
+        context : CommandContext
+            When; and whether a pass of the group is in flight.
+        pending : PendingPass, optional
+            The pass of this rank in flight: a cancellation withdraws its outputs.
+
+        Returns
+        -------
+        CommandEffects
+
+        Raises
+        ------
+        CommandError
+            The command is invalid; the rank is unchanged, byte for byte.
+        """
+        self._check_alive()
+        if not math.isfinite(context.now_ms) or context.now_ms < 0:
+            raise CommandError(f"now_ms: must be finite and >= 0, got {context.now_ms}")
+        if isinstance(command, Submit):
+            effects = CommandEffects(self._submit(command.request))
+        elif isinstance(command, CancelRequest):
+            effects = self._cancel(command, pending)
+        else:
+            raise CommandError(f"{type(command).__name__} is not supported by this version")
+        if not context.pass_in_flight:
+            effects.kv_events = self._drain_events()
+        effects.metrics = self.metrics()
+        return effects
+
+    def _submit(self, request: Request) -> Submitted:
+        request_id = id_to_int(request.request_id)
+        high, low = request_id >> 64, request_id & _MASK64
+        if self._state.find(high, low) >= 0:
+            raise CommandError(f"request_id: {request_id} is already active")
+        parts, num_input = _prompt_parts(request)
+        outputs, max_output = _output_plan(request, num_input)
+        config = self.config
+        if config.enable_prefix_caching:
+            hashes, local = _content.hash_parts(
+                parts,
+                outputs,
+                high,
+                low,
+                max_output,
+                config.tokens_per_block,
+                config.num_gpu_blocks * config.tokens_per_block,
+                config.emit_kv_events,
+            )
+        else:
+            hashes, local = np.empty(0, np.uint64), None
+        keep = _Tokens(request_id, parts, outputs) if self._token_ids else None
+        self._state.submit(high, low, num_input, max_output, (hashes, local, outputs, keep))
+        self._raise_left_error()
+        return Submitted(request_id)
+
+    def _cancel(self, command: CancelRequest, pending: PendingPass | None) -> CommandEffects:
+        request_id = id_to_int(command.request_id)
+        slot = self._state.find(request_id >> 64, request_id & _MASK64)
+        result: Applied | Noop = Noop()
+        retired: tuple[int, ...] = ()
+        if slot >= 0:
+            self._state.cancel(slot)
+            result = Applied()
+            retired = (request_id,)
+        suppressed = False
+        if pending is not None and (slot >= 0 or command.discard_pending_output):
+            suppressed = _withdraw(pending.effects, request_id)
+        return CommandEffects(result, retired_requests=retired, suppressed_pending_output=suppressed)
+
+    # ------------------------------------------------------------ the pass
+
+    def execute_pass(self, now_ms: float) -> RankPass:
+        """Run one scheduling pass that starts at `now_ms`.
+
+        Returns
+        -------
+        RankPass
+            ``end_ms == now_ms`` for a pass that models no work. Admissions and
+            pressure events are visible now; the rest is kept in ``pending``.
+
+        Raises
+        ------
+        TimingError
+            A callable timing model failed or returned nonsense. The rank is poisoned.
+        PoisonedError
+            An earlier pass failed.
+        """
+        self._check_alive()
+        if not math.isfinite(now_ms) or now_ms < 0:
+            raise CommandError(f"now_ms: must be finite and >= 0, got {now_ms}")
+        state = self._state
+        try:
+            end_ms = state.execute(now_ms)
+        except BaseException as error:
+            self._poison = error
+            raise
+        admissions: Sequence[Admission] = ()
+        if state.num_admissions:
+            admissions = Rows(state.admissions(), _admission)
+        pressures: Sequence[PressureEvent] = ()
+        if state.num_pressures:
+            pressures = Rows(state.pressures(), self._pressure_builder(now_ms))
+        outputs: Sequence[Output] = ()
+        events = self._drain_events()
+        if state.num_signals:
+            rows = state.signals()
+            outputs = Rows(rows, self._build_output)
+            if state.completed:
+                state.release_contents(rows["slot"][(rows["flags"] & _COMPLETED) != 0])
+        start = PassStartEffects(admissions, pressures)
+        if events and self.config.rules.kv_events_at_pass_start:
+            start.kv_events, events = events, _EMPTY_EVENTS
+        effects = PassCompletionEffects(
+            outputs,
+            [],
+            events,
+            self.metrics(),
+            ForwardPassMetrics(*state.fpm(), end_ms - now_ms),
+            state.acceptance,
+        )
+        return RankPass(end_ms, SameTimestampRetry.NOT_APPLICABLE, start, PendingPass(now_ms, effects))
+
+    def complete_pass(self, pending: PendingPass, end_ms: float) -> PassCompletionEffects:
+        """End a pass: what it kept back, with metrics as they are now.
+
+        Parameters
+        ----------
+        pending : PendingPass
+            Of the `execute_pass` it belongs to; completed once.
+        end_ms : float
+            End of the whole group's pass, not before its start.
+
+        Raises
+        ------
+        CommandError
+            The pass was completed before, or ends before it started.
+        """
+        self._check_alive()
+        if pending.completed:
+            raise CommandError("pending: this pass is complete already")
+        if not math.isfinite(end_ms) or end_ms < pending.started_at_ms:
+            raise CommandError(f"end_ms: must be finite and >= {pending.started_at_ms}, got {end_ms}")
+        pending.completed = True
+        effects = pending.effects
+        late = self._drain_events()
+        if late:
+            effects.kv_events = [*effects.kv_events, *late]
+        effects.metrics = self.metrics()
+        duration = end_ms - pending.started_at_ms
+        if effects.forward_pass_metrics.duration_ms != duration:
+            effects.forward_pass_metrics = effects.forward_pass_metrics._replace(duration_ms=duration)
+        return effects
+
+    def complete_idle_group_pass(self, started_at_ms: float, end_ms: float) -> PassCompletionEffects:
+        """Cross the boundary of a group pass in which this rank had no work."""
+        self._check_alive()
+        duration = max(0.0, end_ms - started_at_ms)
+        return PassCompletionEffects(
+            (),
+            [],
+            self._drain_events(),
+            self.metrics(),
+            ForwardPassMetrics(0, 0, 0.0, 0, 0, 0, 0.0, 0, 0, 0.0, 0, 0, 0.0, duration),
+        )
+
+    # ------------------------------------------------------------ readiness
+
+    def next_internal_deadline_ms(self) -> float | None:
+        """Earliest end of a transfer in flight, or None."""
+        return None
+
+    def process_internal_work(self, now_ms: float, pass_in_flight: bool) -> InternalEffects:
+        """Settle transfers due at `now_ms`; nothing at all while a pass is in flight."""
+        if pass_in_flight:
+            return InternalEffects()
+        return InternalEffects(kv_events=self._drain_events())
+
+    def is_ready(self) -> bool:
+        """Whether a pass could have work: something runs or waits."""
+        metrics = self._state.metrics()
+        return self._poison is None and metrics[3] + metrics[4] > 0
+
+    def is_drained(self) -> bool:
+        """Whether no request, hold, reservation or transfer is left."""
+        metrics = self._state.metrics()
+        return self._poison is None and metrics[3] + metrics[4] == 0
+
+    def waiting_for_external_command(self) -> bool:
+        """Whether only a later command can make progress."""
+        return False
+
+    def metrics(self) -> Metrics:
+        """Occupancy now."""
+        active, inactive, total, running, waiting, preemptions = self._state.metrics()
+        return Metrics(
+            self.identity.dp_rank,
+            active,
+            inactive,
+            total,
+            active / total,
+            (active + inactive) / total,
+            running,
+            waiting,
+            preemptions,
+        )
+
+    def stuck_head(self) -> StuckHead | None:
+        """The request that blocks an idle rank for ever, or None.
+
+        Only after an effect-free pass. Nothing overtakes the head of the queue,
+        so if nothing runs, nothing can change what blocks it.
+        """
+        reason, needed = self._state.stuck()
+        if not reason:
+            return None
+        row = self._state.request_row(int(self._state.waiting_slots()[0]))
+        return StuckHead((int(row["id_hi"]) << 64) | int(row["id_lo"]), FailReason(reason), needed)
+
+    def fail_head(self) -> Output | None:
+        """End a stuck head as rejected (it never ran) or failed; its terminal output, None if nothing is stuck."""
+        if not self._state.fail_head():
+            return None
+        rows = self._state.signals()
+        self._state.release_contents(rows["slot"])
+        return self._build_output(rows[0])
+
+    # ------------------------------------------------------------ looking in
+
+    @property
+    def blocks(self) -> npt.NDArray[Any]:
+        """Pool blocks, read-only view of `layout.BLOCK`, shape (num_gpu_blocks,). Valid until the next call."""
+        return self._state.view("blocks")
+
+    @property
+    def requests(self) -> npt.NDArray[Any]:
+        """Request rows, read-only view of `layout.REQUEST`; status 0 is an unused row. Valid until the next call."""
+        return self._state.view("requests")
+
+    @property
+    def running(self) -> npt.NDArray[np.int32]:
+        """Row numbers of running requests in running order, read-only view."""
+        return self._state.view("running")
+
+    @property
+    def waiting(self) -> npt.NDArray[np.int64]:
+        """Row numbers of waiting requests in queue order, a copy."""
+        return self._state.waiting_slots()
+
+    @property
+    def header(self) -> npt.NDArray[Any]:
+        """Scalars of the rank, read-only view of `layout.HEADER`, shape (1,)."""
+        return self._state.view("header")
+
+    def request_row(self, request_id: RequestId) -> np.void | None:
+        """Copy of the row of a live request, None if there is none of that id."""
+        number = id_to_int(request_id)
+        slot = self._state.find(number >> 64, number & _MASK64)
+        return None if slot < 0 else self._state.request_row(slot)
+
+    def block_table(self, request_id: RequestId) -> npt.NDArray[np.int32]:
+        """Ids of the blocks a live request owns, in order; a copy.
+
+        Raises
+        ------
+        CommandError
+            No live request has that id.
+        """
+        row = self.request_row(request_id)
+        if row is None:
+            raise CommandError(f"request_id: no live request {request_id!r}")
+        first = int(row["table"])
+        return self._state.view("tables")[first : first + int(row["n_blocks"])].copy() if first >= 0 else (
+            np.empty(0, np.int32)
+        )
+
+    def check_integrity(self) -> None:
+        """Verify every invariant of the state, O(blocks).
+
+        Raises
+        ------
+        IntegrityError
+            Naming the first that does not hold.
+        """
+        check_rank(self._state)
+
+    # ------------------------------------------------------------ whole state
+
+    def fork(self) -> SchedulerRank:
+        """An independent rank in the same state; read-only inputs are shared.
+
+        The policy and timing objects are shared too: give them no state of their own.
+        """
+        self._check_alive()
+        other = SchedulerRank.__new__(SchedulerRank)
+        other.identity, other.config, other.observer = self.identity, self.config, self.observer
+        other._policy, other._params, other._seed = self._policy, self._params, self._seed
+        other._build_output, other._token_ids = self._build_output, self._token_ids
+        other._poison = None
+        other._state = self._state.fork()
+        return other
+
+    def snapshot(self) -> RankSnapshot:
+        """The state as plain data."""
+        self._check_alive()
+        return RankSnapshot(self.identity, *self._state.save())
+
+    def restore(self, snapshot: RankSnapshot) -> None:
+        """Return to a saved state, of this rank or of one built alike.
+
+        Raises
+        ------
+        SnapshotError
+            The snapshot is of another configuration or version; the rank is unchanged.
+        """
+        if not isinstance(snapshot, RankSnapshot):
+            raise SnapshotError(f"expected a RankSnapshot, got {type(snapshot).__name__}")
+        self._state.load(snapshot.arena, snapshot.sizes, snapshot.contents)
+        self._poison = None
+
+    def digest(self) -> str:
+        """Hash of the state, 16 hexadecimal digits; equal states give equal digests, in every process."""
+        return f"{self._state.digest():016x}"
+
+    # ------------------------------------------------------------ inside
+
+    def _check_alive(self) -> None:
+        if self._poison is not None:
+            raise PoisonedError(f"an earlier pass failed: {self._poison}") from self._poison
+
+    def _raise_left_error(self) -> None:
+        error = self._state.take_error()
+        if error is not None:
+            self._poison = error
+            raise error
+
+    def _drain_events(self) -> Sequence[KvEvent]:
+        state = self._state
+        if not state.num_events:
+            return _EMPTY_EVENTS
+        events, blocks = state.drain_events()
+        tokens = None
+        if self._token_ids:
+            size = self.config.tokens_per_block
+            tokens = [
+                state.content(int(row["slot"]))[3].block(int(row["index"]), size) if row["slot"] >= 0 else ()
+                for row in blocks
+            ]
+        return KvEvents(events, blocks, self.identity, tokens)
+
+    def _pressure_builder(self, now_ms: float) -> Callable[[Any], PressureEvent]:
+        def build(row: Any) -> PressureEvent:
+            return PressureEvent(
+                now_ms,
+                "vllm_preemption",
+                (int(row["id_hi"]) << 64) | int(row["id_lo"]),
+                PressureState(int(row["running_before"]), int(row["waiting_before"]), int(row["active_before"])),
+                PressureState(int(row["running_after"]), int(row["waiting_after"]), int(row["active_after"])),
+                int(row["request_blocks"]),
+                None,
+                None,
+            )
+
+        return build
+
+
+def _withdraw(effects: PassCompletionEffects, request_id: int) -> bool:
+    """Take a request's outputs and lifecycle events out of a pending pass; true if an output went."""
+    kept: list[SourceHeld | DestinationReserved] = [e for e in effects.lifecycle_events if e.request_id != request_id]
+    effects.lifecycle_events = kept
+    outputs = effects.outputs
+    if not isinstance(outputs, Rows):
+        return False
+    rows = outputs.array
+    mine = (rows["id_hi"] == np.uint64(request_id >> 64)) & (rows["id_lo"] == np.uint64(request_id & _MASK64))
+    if not mine.any():
+        return False
+    effects.outputs = Rows(rows[~mine], outputs._build)
+    return True
+
+
+def _prompt_parts(request: Request) -> tuple[list[npt.NDArray[Any]], int]:
+    """Content of a prompt as arrays, and its length."""
+    if request.segments is not None:
+        segments = request.segments
+        if not isinstance(segments, np.ndarray) or segments.dtype != layout.SEGMENT or segments.ndim != 1:
+            raise CommandError("segments: expected a one-dimensional array of kvsim.layout.SEGMENT")
+        if len(segments) and (segments["length"].min() < 1 or segments["step"].max() > 1):
+            raise CommandError("segments: every length must be >= 1 and every step 0 or 1")
+        parts, length = [np.ascontiguousarray(segments)], int(segments["length"].sum())
+    else:
+        tokens = _token_array(request.tokens, "tokens")
+        parts, length = [tokens], len(tokens)
+    if not 1 <= length < _MAX_TOKENS:
+        raise CommandError(f"tokens: the prompt must have 1 <= tokens < {_MAX_TOKENS}, got {length}")
+    return parts, length
+
+
+def _output_plan(request: Request, num_input: int) -> tuple[npt.NDArray[np.uint32] | None, int]:
+    """Planned output ids, and how many tokens to generate."""
+    if request.output_token_ids is not None:
+        outputs = _token_array(request.output_token_ids, "output_token_ids")
+        count = len(outputs)
+    else:
+        outputs = None
+        asked = request.max_output_tokens
+        if isinstance(asked, bool) or not isinstance(asked, (int, np.integer)):
+            raise CommandError(f"max_output_tokens: expected an int, got {asked!r}")
+        count = int(asked)
+    if not 0 <= count <= _MAX_TOKENS - num_input:
+        raise CommandError(f"max_output_tokens: must lie in 0 <= n <= {_MAX_TOKENS - num_input}, got {count}")
+    return outputs, count
+
+
+def _token_array(tokens: Any, field: str) -> npt.NDArray[np.uint32]:
+    if isinstance(tokens, np.ndarray) and tokens.dtype == np.uint32 and tokens.ndim == 1 and tokens.flags.c_contiguous:
+        return tokens
+    try:
+        array = np.asarray(tokens)
+        if array.size and (array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= 1 << 32):
+            raise ValueError
+        result = np.ascontiguousarray(array, dtype=np.uint32)
+    except (ValueError, TypeError, OverflowError):
+        raise CommandError(f"{field}: expected token ids 0 <= id < 2**32") from None
+    if result.ndim != 1:
+        raise CommandError(f"{field}: expected one dimension, got {result.ndim}")
+    return result

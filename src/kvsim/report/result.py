@@ -1,0 +1,193 @@
+"""What a run hands back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsim.report.gaps import GapHistogram
+from kvsim.report.records import AdmissionIndex, name_at, request_row, terminal_order
+from kvsim.report.summary import RunTotals, Sla, Summary, summarize, wall_rates
+from kvsim.report.table import format_table
+
+__all__ = ["ReplayResult"]
+
+
+class ReplayResult:
+    """Result of a replay.
+
+    Everything here but `wall` is a function of the input: the same run twice
+    gives the same `summary`, the same records and byte for byte the same files.
+    Real time enters `wall` alone, and is written nowhere.
+
+    Parameters
+    ----------
+    requests : ndarray of REQUEST_RECORD, shape (n,)
+        One row per request of the workload; kept, not copied.
+    gaps : GapHistogram
+        Token gaps of the completed requests.
+    totals : RunTotals
+    config : object
+        Configuration of the run.
+    sla : Sla, optional
+    passes : struct array, optional
+        One row per pass, when the run recorded them.
+    admissions : ndarray of ADMISSION_LOG, optional
+        In time order, for the admission history of the records.
+    request_names : sequence of (str or None), or mapping, optional
+        The id that the workload wrote, by workload row.
+    session_names : sequence of str, or mapping, optional
+        By the session number of the records.
+    dp_size : int
+        Ranks per worker.
+
+    Attributes
+    ----------
+    summary : dict
+        Of `kvsim.report.summary.summarize`.
+    wall : dict
+        `wall_time_ms`, `processed_tokens_per_s` and `processed_output_tokens_per_s`:
+        the values that differ from run to run.
+    requests : ndarray of REQUEST_RECORD, shape (n,)
+        Read-only.
+    passes : struct array or None
+        Read-only.
+    gaps : GapHistogram
+    totals : RunTotals
+    config : object
+    admissions : ndarray of ADMISSION_LOG or None
+    """
+
+    __slots__ = (
+        "_dp_size",
+        "_request_names",
+        "_session_names",
+        "admissions",
+        "config",
+        "gaps",
+        "passes",
+        "requests",
+        "summary",
+        "totals",
+        "wall",
+    )
+
+    summary: Summary
+    wall: dict[str, float]
+
+    def __init__(
+        self,
+        requests: npt.NDArray[np.void],
+        gaps: GapHistogram,
+        totals: RunTotals,
+        *,
+        config: Any = None,
+        sla: Sla | None = None,
+        passes: npt.NDArray[np.void] | None = None,
+        admissions: npt.NDArray[np.void] | None = None,
+        request_names: Sequence[str | None] | Mapping[int, str] | None = None,
+        session_names: Sequence[str | None] | Mapping[int, str] | None = None,
+        dp_size: int = 1,
+    ) -> None:
+        self.requests = _read_only(requests)
+        self.passes = None if passes is None else _read_only(passes)
+        self.admissions = None if admissions is None else _read_only(admissions)
+        self.gaps = gaps
+        self.totals = totals
+        self.config = config
+        self.summary = summarize(self.requests, gaps, totals, sla)
+        self.wall = wall_rates(self.summary, totals.wall_time_ms)
+        self._request_names = request_names
+        self._session_names = session_names
+        self._dp_size = dp_size
+
+    def rows(self, *, tokenless_e2e: bool = True, reasons: bool = True) -> Iterator[dict[str, Any]]:
+        """Yield the records of the requests that ended, ordered by (arrival, id).
+
+        Parameters
+        ----------
+        tokenless_e2e, reasons : bool
+            See `kvsim.report.records.request_row`.
+        """
+        index = None if self.admissions is None else AdmissionIndex(self.admissions)
+        for k in terminal_order(self.requests):
+            record = self.requests[k]
+            row = int(record["row"])
+            yield request_row(
+                record,
+                admissions=None if index is None else index.of(row),
+                request_id=name_at(self._request_names, row),
+                session_id=name_at(self._session_names, int(record["session"])),
+                dp_size=self._dp_size,
+                tokenized=self.totals.tokenized,
+                tokenless_e2e=tokenless_e2e,
+                reasons=reasons,
+            )
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Return the summary as JSON: sorted keys, a newline at the end."""
+        return json.dumps(self.summary, indent=indent, sort_keys=True, allow_nan=False) + "\n"
+
+    def to_jsonl(self) -> str:
+        """Each record of `rows` as one line of compact JSON with sorted keys."""
+        encode = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False).encode
+        return "".join(encode(row) + "\n" for row in self.rows())
+
+    def table(self, title: str = "kvsim replay", *, wall: bool = True) -> str:
+        """Return the summary as a table for people.
+
+        Parameters
+        ----------
+        title : str
+            First line.
+        wall : bool
+            Whether to show the wall time, which differs from run to run.
+        """
+        return format_table(self.summary, title, wall=self.wall if wall else None)
+
+    def write(self, directory: str | Path) -> Path:
+        """Write the result into a directory, which is made if missing.
+
+        ``summary.json``, ``requests.jsonl``, ``table.txt`` (without the wall
+        time) and, when passes were recorded, ``passes.npy``. Files of an earlier
+        run are replaced, and a ``passes.npy`` that is not of this run is removed.
+
+        Returns
+        -------
+        Path
+            The directory.
+
+        Raises
+        ------
+        OSError
+            If something cannot be written.
+        """
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in (
+            ("summary.json", self.to_json()),
+            ("requests.jsonl", self.to_jsonl()),
+            ("table.txt", self.table(wall=False)),
+        ):
+            (folder / name).write_text(text, encoding="utf-8", newline="\n")
+        if self.passes is None:
+            (folder / "passes.npy").unlink(missing_ok=True)
+        else:
+            np.save(folder / "passes.npy", self.passes, allow_pickle=False)
+        return folder
+
+    def __repr__(self) -> str:
+        done, n = self.summary["completed_requests"], self.summary["num_requests"]
+        return f"<ReplayResult: {done} of {n} requests completed, {self.summary['duration_ms']:.3f} ms>"
+
+
+def _read_only(array: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    """View of `array` that cannot be written through."""
+    view = array.view()
+    view.flags.writeable = False
+    return view

@@ -1,0 +1,379 @@
+"""A parsed workload: what every reader and generator makes and every run shares.
+
+A workload is flat and immutable. Requests are rows of one struct array, their
+prompts are runs of tokens in a second one, so that a trace of 145 million
+prompt tokens stays a few megabytes. Runs keep their own state elsewhere
+(:class:`kvsim.workload.ArrivalDriver`); ten sweeps may share one workload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsim._core import content
+from kvsim.errors import WorkloadError
+from kvsim.layout import REQUEST_SPEC, SEGMENT
+
+__all__ = ["MAX_TOKENS", "PLAN_SEED", "Workload"]
+
+#: Seed of the stream that planned output ids are drawn from (spec/replay.md 3.2).
+PLAN_SEED = 0xD37A0A7E5EED
+
+#: Upper bound of one length of a request: what fits a signed 32-bit count.
+MAX_TOKENS = 2**31 - 1
+
+NO_SESSION = -1
+NO_TURN = -1
+ANY_RANK = -1
+NO_PLAN = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workload:
+    """Requests of a run: lengths, arrivals, contents, sessions.
+
+    Rows lie in request-number order. In a workload with sessions that is
+    session by session, so a follow-up turn always is the row after the turn it
+    waits for. An explicit list is sorted by arrival instead, and `id_lo` keeps
+    the numbers of the input order. All arrays are read-only.
+
+    Parameters
+    ----------
+    specs : ndarray of `kvsim.layout.REQUEST_SPEC`, shape (n,)
+        One row per request. `arrival_ms` is as given (ms), nan for follow-up
+        turns; `session` and `turn` are -1 where the input names none.
+    segments : ndarray of `kvsim.layout.SEGMENT`, shape (n_segments,)
+        Prompts given as runs of tokens.
+    tokens : ndarray of uint32, shape (n_tokens,)
+        Prompts given token by token.
+    planned : ndarray of uint32, shape (n_planned,)
+        Output token ids of the requests whose `planned_offset` is not -1.
+    delay_ms : ndarray of float64, shape (n,)
+        Think time between the end of the previous turn and this one, unscaled; 0 for first turns.
+    first_turn : ndarray of bool, shape (n,)
+        False: the request waits for the request of the row before.
+    request_names : list of str, optional
+        Name of each row as the input gave it; None if the input has no names.
+    session_names : list of str, optional
+        Name of each session number; None where a report shows no session.
+    cumulative : bool
+        `input_tokens` and the prompt of a follow-up turn are only what is new:
+        the whole prompt is the previous prompt, its output, and these tokens.
+    rebase_arrivals : bool
+        The clock starts at the first arrival (traces), not at 0 (explicit lists).
+    clamped_rows : int
+        Requests whose length was cut to what their hash ids cover.
+    block_size : int, optional
+        Tokens per hash id of the input, None if it has no hash ids.
+    prefill_dp_ranks : ndarray of int32, shape (n,), optional
+        Rank hints for the prefill pool, -1: as `dp_rank`.
+    source : str
+        Where it came from, for reports.
+
+    Raises
+    ------
+    WorkloadError
+        If :meth:`validate` finds a broken rule.
+    """
+
+    specs: npt.NDArray[Any]
+    segments: npt.NDArray[Any]
+    tokens: npt.NDArray[np.uint32]
+    planned: npt.NDArray[np.uint32]
+    delay_ms: npt.NDArray[np.float64]
+    first_turn: npt.NDArray[np.bool_]
+    request_names: list[str] | None = None
+    session_names: list[str] | None = None
+    cumulative: bool = False
+    rebase_arrivals: bool = False
+    clamped_rows: int = 0
+    block_size: int | None = None
+    prefill_dp_ranks: npt.NDArray[np.int32] | None = None
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        arrays = (self.specs, self.segments, self.tokens, self.planned, self.delay_ms, self.first_turn)
+        for array in arrays:
+            array.flags.writeable = False
+        if self.prefill_dp_ranks is not None:
+            self.prefill_dp_ranks.flags.writeable = False
+        self.validate()
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+    def __repr__(self) -> str:
+        return (
+            f"Workload({self.source!r}, num_requests={self.num_requests}, num_sessions={self.num_sessions}, "
+            f"total_input_tokens={self.total_input_tokens}, total_output_tokens={self.total_output_tokens})"
+        )
+
+    # ------------------------------------------------------------ sizes
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of all sessions."""
+        return len(self.specs)
+
+    @property
+    def num_sessions(self) -> int:
+        """Chains of turns; a request that nothing waits for is a session of its own."""
+        return int(np.count_nonzero(self.first_turn))
+
+    @property
+    def has_sessions(self) -> bool:
+        """Whether some request waits for an earlier one."""
+        return not bool(self.first_turn.all())
+
+    @property
+    def total_input_tokens(self) -> int:
+        """Prompt tokens of all requests, histories included (see :meth:`full_prompt_tokens`)."""
+        return int(self.full_prompt_tokens().sum())
+
+    @property
+    def total_output_tokens(self) -> int:
+        """Tokens that all requests ask for."""
+        return int(self.specs["max_output_tokens"].sum())
+
+    def full_prompt_tokens(self) -> npt.NDArray[np.int64]:
+        """Prompt length of each request when every earlier turn ends with its whole output.
+
+        Returns
+        -------
+        ndarray of int64, shape (n,)
+            `input_tokens`, and in a cumulative workload the history before it.
+        """
+        inputs = self.specs["input_tokens"].astype(np.int64)
+        if not self.cumulative or not self.has_sessions:
+            return inputs
+        running = np.cumsum(inputs + self.specs["max_output_tokens"])
+        before = np.concatenate(([0], running[:-1]))  # tokens of all rows before a row
+        start_of = np.maximum.accumulate(np.where(self.first_turn, np.arange(len(self)), 0))
+        return np.asarray(inputs + before - before[start_of], dtype=np.int64)
+
+    # ------------------------------------------------------------ contents
+
+    def prompt(self, row: int) -> npt.NDArray[Any]:
+        """Prompt content of one row, only the new tokens in a cumulative workload.
+
+        Returns
+        -------
+        ndarray of `kvsim.layout.SEGMENT` or of uint32
+            A read-only view.
+        """
+        spec = self.specs[row]
+        offset, count = int(spec["prompt_offset"]), int(spec["prompt_count"])
+        array = self.tokens if spec["prompt_is_tokens"] else self.segments
+        return array[offset : offset + count]
+
+    def prompt_token_ids(self, row: int) -> npt.NDArray[np.uint32]:
+        """Token ids of :meth:`prompt`, one by one, shape (input_tokens,)."""
+        return content.expand_parts([self.prompt(row)])
+
+    def planned_token_ids(self, row: int) -> npt.NDArray[np.uint32] | None:
+        """Output token ids of one row, shape (max_output_tokens,), or None if they are made up by rule."""
+        spec = self.specs[row]
+        offset = int(spec["planned_offset"])
+        return None if offset == NO_PLAN else self.planned[offset : offset + int(spec["max_output_tokens"])]
+
+    def request_name(self, row: int) -> str:
+        """Name of one row for messages: as given, else its request number."""
+        return self.request_names[row] if self.request_names is not None else f"request {int(self.specs['id_lo'][row])}"
+
+    # ------------------------------------------------------------ rules
+
+    def validate(self) -> None:
+        """Check every rule of a workload; the readers' own checks name the line before this one would.
+
+        Raises
+        ------
+        WorkloadError
+            The message names the request, the field, its value and what is allowed.
+        """
+        specs, n = self.specs, len(self.specs)
+        for name, array, dtype in (("specs", specs, REQUEST_SPEC), ("segments", self.segments, SEGMENT)):
+            if array.dtype != dtype or array.ndim != 1:
+                raise WorkloadError(f"must be a one-dimensional array of {dtype}, got {array.dtype}", field=name)
+        if n == 0:
+            raise WorkloadError("has no requests, at least one is required", path=self.source or None)
+        for name, length in (("delay_ms", len(self.delay_ms)), ("first_turn", len(self.first_turn))):
+            if length != n:
+                raise WorkloadError(f"must have one entry per request ({n}), got {length}", field=name)
+        if self.request_names is not None and len(self.request_names) != n:
+            raise WorkloadError(f"must have {n} entries, got {len(self.request_names)}", field="request_names")
+
+        self._require(specs["input_tokens"] > 0, "input_tokens", "must be positive")
+        self._require(specs["input_tokens"] <= MAX_TOKENS, "input_tokens", f"must be at most {MAX_TOKENS}")
+        self._require(specs["max_output_tokens"] >= 0, "max_output_tokens", "must be >= 0")
+        self._require(specs["max_output_tokens"] <= MAX_TOKENS, "max_output_tokens", f"must be at most {MAX_TOKENS}")
+        self._require(specs["dp_rank"] >= ANY_RANK, "dp_rank", "must be >= 0, or -1 for any rank")
+        arrival = specs["arrival_ms"]
+        self._require(~self.first_turn | (np.isfinite(arrival) & (arrival >= 0)), "arrival_ms", "must be finite, >= 0")
+        self._require(self.first_turn | np.isnan(arrival), "arrival_ms", "must be nan for a follow-up turn")
+        delay = self.delay_ms
+        self._require(np.isfinite(delay) & (delay >= 0), "delay_ms", "must be finite, >= 0", delay)
+        self._require(~self.first_turn | (delay == 0), "delay_ms", "must be 0 for the first turn of a session", delay)
+
+        ids = specs["id_lo"] if not specs["id_hi"].any() else specs[["id_hi", "id_lo"]]
+        if len(np.unique(ids)) != n:
+            raise WorkloadError("request ids must be unique", field="id_lo")
+        if self.request_names is not None and len(set(self.request_names)) != n:
+            seen: set[str] = set()
+            for name in self.request_names:
+                if name in seen:
+                    raise WorkloadError(f"request ids must be unique, {name!r} occurs twice", field="id")
+                seen.add(name)
+
+        follow = np.flatnonzero(~self.first_turn)
+        if len(follow):
+            linked = (follow > 0) & (specs["session"][follow] == specs["session"][follow - 1])
+            linked &= specs["turn"][follow] == specs["turn"][follow - 1] + 1
+            if not linked.all():
+                row = int(follow[np.flatnonzero(~linked)[0]])
+                raise WorkloadError(
+                    f"{self.request_name(row)} is a follow-up turn, so the row before must be the turn it waits for",
+                    field="first_turn",
+                )
+        names = 0 if self.session_names is None else len(self.session_names)
+        self._require(specs["session"] < names, "session", f"must be below the number of sessions ({names})")
+        self._check_content()
+
+    def _check_content(self) -> None:
+        specs = self.specs
+        offset, count = specs["prompt_offset"], specs["prompt_count"]
+        by_token = specs["prompt_is_tokens"] != 0
+        room = np.where(by_token, len(self.tokens), len(self.segments))
+        inside = (offset >= 0) & (count > 0) & (offset <= room - count)
+        self._require(inside, "prompt_offset", "must lie inside the data")
+        lengths = self.segments["length"]
+        if (lengths <= 0).any():
+            raise WorkloadError("must be positive", field="segments.length")
+        ends = np.concatenate(([0], np.cumsum(lengths)))
+        held = np.where(by_token, count, 0)
+        rows = np.flatnonzero(~by_token)
+        held[rows] = ends[offset[rows] + count[rows]] - ends[offset[rows]]
+        self._require(held == specs["input_tokens"], "input_tokens", "must equal the length of the prompt content")
+        plan = specs["planned_offset"]
+        fits = (plan >= 0) & (plan <= len(self.planned) - specs["max_output_tokens"])
+        self._require((plan == NO_PLAN) | fits, "planned_offset", "must lie inside `planned`, or be -1")
+
+    def _require(
+        self, good: npt.NDArray[np.bool_], field: str, rule: str, values: npt.NDArray[Any] | None = None
+    ) -> None:
+        if good.all():
+            return
+        row = int(np.flatnonzero(~good)[0])
+        value = (self.specs[field] if values is None else values)[row]
+        raise WorkloadError(f"{rule}, got {value.item()!r} ({self.request_name(row)})", field=field)
+
+
+# ---------------------------------------------------------------- building blocks of readers and generators
+
+
+def new_specs(count: int) -> npt.NDArray[Any]:
+    """`count` rows with ids 1..count and no session, turn, rank hint or plan."""
+    specs = np.zeros(count, REQUEST_SPEC)
+    specs["id_lo"] = np.arange(1, count + 1)
+    for name, value in (("session", NO_SESSION), ("turn", NO_TURN), ("dp_rank", ANY_RANK), ("planned_offset", NO_PLAN)):
+        specs[name] = value
+    return specs
+
+
+def block_segments(
+    block_ids: npt.NDArray[np.uint32],
+    ids_per_row: npt.NDArray[np.int64],
+    input_tokens: npt.NDArray[np.int64],
+    block_size: int,
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Prompts of block ids as runs of tokens: a block is `block_size` copies of its id (spec 1.2).
+
+    Parameters
+    ----------
+    block_ids : ndarray of uint32, shape (ids_per_row.sum(),)
+        Interned ids of all rows, one after the other.
+    ids_per_row : ndarray of int64, shape (n,)
+        Ids of each row, at least ``ceil(input_tokens / block_size)``; more are left unused.
+    input_tokens : ndarray of int64, shape (n,)
+        Tokens of each row, positive: the last needed block is cut to fit.
+    block_size : int
+        Tokens per block.
+
+    Returns
+    -------
+    segments : ndarray of `kvsim.layout.SEGMENT`
+        Neighbouring equal ids of a row make one segment.
+    offset, count : ndarray of int64, shape (n,)
+        First segment of each row and how many.
+    """
+    n = len(ids_per_row)
+    needed = -(-input_tokens // block_size)
+    starts = np.cumsum(ids_per_row) - ids_per_row
+    if (needed == ids_per_row).all():
+        used = np.asarray(block_ids, dtype=np.uint32)
+    else:
+        index = np.arange(len(block_ids)) - np.repeat(starts, ids_per_row)
+        used = block_ids[index < np.repeat(needed, ids_per_row)]
+    firsts = np.cumsum(needed) - needed
+    lengths = np.full(len(used), block_size, np.int64)
+    lengths[firsts + needed - 1] = input_tokens - (needed - 1) * block_size
+
+    opens = np.empty(len(used), np.bool_)  # starts a segment: first of its row, or unlike its neighbour
+    opens[0] = True
+    np.not_equal(used[1:], used[:-1], out=opens[1:])
+    opens[firsts] = True
+    if not opens.all():
+        heads = np.flatnonzero(opens)
+        lengths = np.add.reduceat(lengths, heads)
+        used = used[heads]
+        before = np.concatenate(([0], np.cumsum(opens)))
+        offset, count = before[firsts], before[firsts + needed] - before[firsts]
+    else:
+        offset, count = firsts, needed
+    segments = np.zeros(len(used), SEGMENT)
+    segments["start"] = used
+    segments["length"] = lengths
+    assert len(offset) == n
+    return segments, offset, count
+
+
+def plan_outputs(
+    output_tokens: npt.NDArray[np.int64], authored: Mapping[int, Sequence[int] | npt.NDArray[np.uint32]]
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+    """Planned output ids of a trace: authored ones, else draws in row order (spec/replay.md 3.2).
+
+    Parameters
+    ----------
+    output_tokens : ndarray of int64, shape (n,)
+        Length of each plan, in request-number order.
+    authored : mapping of row to token ids
+        Rows that bring their own ids; they draw nothing from the stream.
+
+    Returns
+    -------
+    planned : ndarray of uint32, shape (output_tokens.sum(),)
+    offset : ndarray of int64, shape (n,)
+    """
+    offset = np.cumsum(output_tokens) - output_tokens
+    total = int(output_tokens.sum())
+    given = sum(int(output_tokens[row]) for row in authored)
+    draws = content.planned_tokens(PLAN_SEED, total - given)
+    if not authored:
+        return draws, offset
+    drawn = np.ones(len(output_tokens), np.bool_)
+    drawn[list(authored)] = False
+    planned = np.empty(total, np.uint32)
+    planned[np.repeat(drawn, output_tokens)] = draws
+    for row, ids in authored.items():
+        planned[offset[row] : offset[row] + output_tokens[row]] = ids
+    return planned, offset
+
+
+def concatenate_ids(parts: Iterable[npt.NDArray[np.uint32]]) -> npt.NDArray[np.uint32]:
+    """All parts one after the other; empty if there are none."""
+    listed = list(parts)
+    return np.concatenate(listed).astype(np.uint32, copy=False) if listed else np.empty(0, np.uint32)

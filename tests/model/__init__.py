@@ -1,0 +1,1 @@
+"""Slow, obvious twins of the kernels, written from the specification alone."""

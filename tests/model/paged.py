@@ -1,0 +1,865 @@
+"""Twin of the vLLM / TensorRT-LLM scheduler rank: plain lists, no cleverness.
+
+Written from spec/vllm.md and spec/kv-cache.md and from no kernel. Handoff and
+host offload are not modelled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvsim.config import EngineConfig
+from kvsim.contract import (
+    Admission,
+    Applied,
+    CancelRequest,
+    Command,
+    CommandContext,
+    CommandEffects,
+    ForwardPassMetrics,
+    InternalEffects,
+    KvEvent,
+    Metrics,
+    Noop,
+    Output,
+    PassCompletionEffects,
+    PassStartEffects,
+    PendingPass,
+    PressureEvent,
+    PressureState,
+    RankIdentity,
+    RankPass,
+    Removed,
+    Request,
+    SameTimestampRetry,
+    Stored,
+    StoredBlock,
+    Submit,
+    Submitted,
+    id_to_int,
+)
+from kvsim.errors import CommandError
+from model.hashing import ChaCha12, chain, lineage_hash, local_hash, synthetic_token
+from model.pool import Block, BlockPool, Reservation
+from model.timing import Timing
+from model.welford import Welford
+
+MASK64 = 2**64 - 1
+
+WAITING, RUNNING, PREEMPTED = "waiting", "running", "preempted"
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass
+class Entry:
+    """One block of a request's known sequence."""
+
+    block_hash: int | None = None
+    tokens_hash: int | None = None
+    block: Block | None = None
+    pending_cache: bool = False
+
+
+@dataclass(eq=False)
+class Live:
+    """A request and its lease."""
+
+    request_id: int
+    tokens: list[int]
+    num_input: int
+    max_output: int
+    planned: list[int] | None
+    entries: list[Entry]
+    generated: int = 0
+    allocated: int = 0
+    computed: int = 0
+    status: str = WAITING
+    preemptions: int = 0
+    #: cached tokens found at the first admission, until the first output signal told them
+    cached_prefix: int | None = None
+    admitted_before: bool = False
+    signalled: bool = False
+    #: draft tokens that the last emission left behind
+    drafts: int = 0
+    #: alone in an empty pool it could not take its next step
+    outgrown: bool = False
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass
+class Cost:
+    """What the prefix cache offers a request."""
+
+    cached_tokens: int
+    active_cached_tokens: int
+
+
+@dataclass
+class Work:
+    """What one request does in one pass."""
+
+    total_tokens: int
+    prompt_tokens: int
+    prefix_tokens: int
+    prompt_length: int
+    length: int
+    was_complete: bool
+    in_prefill_batch: bool
+    drafts: int = 0
+
+
+@dataclass
+class PassState:
+    """The pass that is being formed."""
+
+    now_ms: float
+    budget: float
+    scheduled: dict[int, Work] = field(default_factory=dict)
+    prefill_count: int = 0
+    prefill_isl: int = 0
+    prefill_prefix: int = 0
+    preempted_any: bool = False
+    admissions: list[Admission] = field(default_factory=list)
+    pressure: list[PressureEvent] = field(default_factory=list)
+    rejected: list[int] = field(default_factory=list)
+
+
+class PagedModel:
+    """One rank; the methods are those of kvsim.SchedulerRank."""
+
+    def __init__(self, identity: RankIdentity, config: EngineConfig, timing: Any = None) -> None:
+        assert config.backend in ("vllm", "trtllm")
+        assert config.native_host_offload is None
+        self.identity = identity
+        self.config = config
+        self.rules = config.rules
+        self.trtllm = config.backend == "trtllm"
+        self.block_size = config.tokens_per_block
+        self.caching = config.enable_prefix_caching
+        self.emits_events = config.emit_kv_events and self.caching
+        self.timing = Timing(config, timing)
+        self.drafter = ChaCha12((config.aic_mtp_seed + identity.seed_offset) & MASK64)
+        #: speculation bursts in every pass and drafts cost no budget
+        self.always_draft = self.rules.always_draft or self.trtllm
+        limited = not self.trtllm or self.rules.model_len_limits_trtllm
+        self.max_model_len = config.max_model_len if limited else None
+        self.pool = BlockPool(config.num_gpu_blocks)
+        self.requests: dict[int, Live] = {}
+        self.running: list[Live] = []
+        self.waiting: list[Live] = []
+        self.preemptions_total = 0
+        self.next_event_id = 0
+        self.event_buffer: list[KvEvent] = []
+        self.last_pass_effect_free = False
+
+    # ------------------------------------------------------------ commands
+
+    def apply_command(
+        self, command: Command, context: CommandContext, pending: PendingPass | None = None
+    ) -> CommandEffects:
+        retired: tuple[int, ...] = ()
+        suppressed = False
+        if isinstance(command, Submit):
+            result: Any = self._submit(command.request)
+        elif isinstance(command, CancelRequest):
+            request_id = id_to_int(command.request_id)
+            result = self._cancel(request_id)
+            retired = (request_id,) if isinstance(result, Applied) else ()
+            withdraw = bool(retired) or command.discard_pending_output
+            if pending is not None and withdraw:
+                outputs = pending.effects.outputs
+                kept = [output for output in outputs if output.request_id != request_id]
+                suppressed = len(kept) != len(outputs)
+                pending.effects.outputs = kept
+        else:
+            raise CommandError(f"the twin does not know {type(command).__name__}")
+        events = [] if context.pass_in_flight else self._drain_events()
+        self.last_pass_effect_free = False
+        return CommandEffects(
+            result=result,
+            kv_events=events,
+            retired_requests=retired,
+            metrics=self.metrics(),
+            suppressed_pending_output=suppressed,
+        )
+
+    def _submit(self, request: Request) -> Submitted:
+        request_id = id_to_int(request.request_id)
+        if request_id in self.requests:
+            raise CommandError(f"request {request_id} is already active")
+        tokens = prompt_tokens(request)
+        if not tokens:
+            raise CommandError("tokens: at least one is needed, got none")
+        planned = None if request.output_token_ids is None else [int(token) for token in request.output_token_ids]
+        max_output = request.max_output_tokens if planned is None else len(planned)
+        if self.trtllm:
+            max_output = self._clamp(len(tokens), max_output)
+        hashes = chain(tokens, self.block_size) if self.caching else []
+        entries = [Entry(block_hash, tokens_hash) for block_hash, tokens_hash in hashes]
+        while len(entries) < ceil_div(len(tokens), self.block_size):
+            entries.append(Entry())
+        sequence = Live(request_id, tokens, len(tokens), max_output, planned, entries)
+        self.requests[request_id] = sequence
+        self.waiting.append(sequence)
+        return Submitted(request_id)
+
+    def _clamp(self, num_input: int, max_output: int) -> int:
+        """TensorRT-LLM promises capacity to completion, so it cuts the output to what can exist."""
+        capacity = self.config.num_gpu_blocks * self.block_size
+        if num_input < capacity:
+            max_output = min(max_output, capacity - num_input)
+        if self.max_model_len is not None and num_input < self.max_model_len:
+            max_output = min(max_output, self.max_model_len - num_input)
+        return max_output
+
+    def _cancel(self, request_id: int) -> Applied | Noop:
+        if request_id not in self.requests:
+            return Noop()
+        self._drop(self.requests[request_id])
+        return Applied()
+
+    def _drop(self, request: Live) -> None:
+        """Completion, cancellation or rejection: the request leaves and its blocks are let go."""
+        if request in self.running:
+            self.running.remove(request)
+        if request in self.waiting:
+            self.waiting.remove(request)
+        del self.requests[request.request_id]
+        self._release(request)
+
+    # ------------------------------------------------------------ lease (kv-cache.md section 4)
+
+    def _allocate(self, request: Live, cumulative: int, reusable_blocks: int) -> bool:
+        size = self.block_size
+        previous = min(ceil_div(request.allocated, size), len(request.entries))
+        target = min(ceil_div(cumulative, size), len(request.entries))
+        if target <= previous:
+            request.allocated = max(request.allocated, cumulative)
+            return True
+        reused = max(0, reusable_blocks - previous)
+        assert reused <= target - previous
+        assert self.caching or reused == 0
+        prefix = [entry.block_hash for entry in request.entries[previous : previous + reused]]
+        reservation = self._reserve(prefix, target - previous - reused)
+        if reservation is None:
+            return False
+        for position in range(previous, target):
+            entry = request.entries[position]
+            assert entry.block is None
+            if position < previous + reused:
+                entry.block = self.pool.take_prefix(reservation)
+                entry.pending_cache = False
+            else:
+                entry.block = self.pool.take_fresh(reservation)
+                entry.pending_cache = self.caching and entry.block_hash is not None
+        request.allocated = cumulative
+        return True
+
+    def _reserve(self, prefix: Sequence[int | None], fresh: int) -> Reservation | None:
+        """Reserve and announce what was evicted for it."""
+        outcome = self.pool.reserve([block_hash for block_hash in prefix if block_hash is not None], fresh)
+        if outcome is None:
+            return None
+        reservation, removed = outcome
+        if removed:
+            self._emit(Removed(tuple(removed)))
+        return reservation
+
+    def _finalize(self, request: Live, before: int, after: int) -> None:
+        """Blocks whose last token is computed become findable; runs of new ones are one event."""
+        size = self.block_size
+        group: list[int] = []
+        for position in range(before // size, after // size):
+            entry = request.entries[position]
+            if self.caching and entry.block_hash is None:
+                parent = request.entries[position - 1].block_hash if position else None
+                entry.tokens_hash = local_hash(request.tokens[position * size : (position + 1) * size])
+                entry.block_hash = lineage_hash(parent, entry.tokens_hash)
+                entry.pending_cache = True
+            became_visible = False
+            if entry.pending_cache:
+                assert entry.block is not None
+                assert entry.block_hash is not None
+                entry.pending_cache = False
+                became_visible = self.pool.publish(entry.block, entry.block_hash)
+            if became_visible:
+                group.append(position)
+            else:
+                self._announce(request, group)
+                group = []
+        self._announce(request, group)
+
+    def _announce(self, request: Live, positions: list[int]) -> None:
+        if not positions:
+            return
+        size = self.block_size
+        blocks = []
+        for position in positions:
+            entry = request.entries[position]
+            assert entry.block_hash is not None
+            assert entry.tokens_hash is not None
+            ids = tuple(request.tokens[position * size : (position + 1) * size])
+            shown = ids if self.config.emit_kv_token_ids else None
+            blocks.append(StoredBlock(entry.block_hash, entry.tokens_hash, shown))
+        parent = request.entries[positions[0] - 1].block_hash if positions[0] else None
+        self._emit(Stored(parent, tuple(blocks)))
+
+    def _emit(self, data: Stored | Removed) -> None:
+        if not self.emits_events:
+            return
+        self.event_buffer.append(
+            KvEvent(self.next_event_id, self.identity.worker_id, self.identity.dp_rank, data)
+        )
+        self.next_event_id += 1
+
+    def _drain_events(self) -> list[KvEvent]:
+        events, self.event_buffer = self.event_buffer, []
+        return events
+
+    def _release(self, request: Live) -> None:
+        for entry in reversed(request.entries):
+            if entry.block is not None:
+                self.pool.release(entry.block)
+                entry.block = None
+                entry.pending_cache = False
+        request.allocated = 0
+
+    # ------------------------------------------------------------ derived numbers
+
+    def _remaining(self, request: Live) -> int:
+        remaining = max(0, request.max_output - request.generated)
+        if self.max_model_len is not None:
+            remaining = min(remaining, max(0, self.max_model_len - request.length))
+        return remaining
+
+    def _blocks(self, tokens: int) -> int:
+        return ceil_div(tokens, self.block_size)
+
+    def _completion_blocks(self, request: Live) -> int:
+        return self._blocks(request.num_input + request.max_output)
+
+    def _prefix_cost(self, request: Live) -> Cost:
+        """kv-cache.md section 5, with the recompute adjustment."""
+        size = self.block_size
+        overlap = active = 0
+        for entry in request.entries:
+            block = None if entry.block_hash is None else self.pool.primary(entry.block_hash)
+            if block is None:
+                break
+            overlap += 1
+            active += block.used
+        cached = min(overlap * size, request.length)
+        active_cached = min(active * size, request.length)
+        if not self.trtllm and self._remaining(request) > 0:
+            if self.rules.recompute_last_token:
+                cached = min(cached, (request.length - 1) // size * size)
+            if self.config.aic_nextn is not None and cached >= size:
+                cached -= size
+            active_cached = min(active_cached, cached)
+        return Cost(cached, active_cached)
+
+    # ------------------------------------------------------------ the pass
+
+    def execute_pass(self, now_ms: float) -> RankPass:
+        before = self.metrics()
+        budget = self.config.max_num_batched_tokens
+        work = PassState(now_ms, math.inf if budget is None else budget)
+        self._schedule_running(work)
+        self._schedule_waiting(work)
+
+        prefill_ms = self.timing.prefill_ms(work.prefill_count, work.prefill_isl, work.prefill_prefix)
+        decode_start = now_ms + prefill_ms
+        outputs, decode_ms = self._emission(work)
+        outputs += [Output(request_id, None, True, True, None) for request_id in work.rejected]
+        end_ms = decode_start + decode_ms
+
+        events = self._drain_events()
+        signals = [output.request_id for output in outputs if not output.rejected]
+        metrics = self.metrics()
+        self.last_pass_effect_free = (
+            end_ms <= now_ms
+            and not (outputs or events or work.admissions or work.pressure)
+            and not any(item.total_tokens for item in work.scheduled.values())
+            and metrics == before
+        )
+        at_start = self.rules.kv_events_at_pass_start
+        effects = PassCompletionEffects(
+            outputs=outputs,
+            lifecycle_events=[],
+            kv_events=[] if at_start else events,
+            metrics=metrics,
+            forward_pass_metrics=self._forward_pass_metrics(work, max(0.0, end_ms - now_ms)),
+            decode_acceptance=(len(signals), len(set(signals))),
+        )
+        return RankPass(
+            end_ms=end_ms,
+            same_timestamp_retry=SameTimestampRetry.NOT_APPLICABLE,
+            start_effects=PassStartEffects(work.admissions, work.pressure, events if at_start else []),
+            pending=PendingPass(now_ms, effects),
+        )
+
+    def _schedule_running(self, work: PassState) -> None:
+        index = 0
+        while index < len(self.running) and work.budget > 0:
+            outcome = self._schedule(self.running[index], work, None)
+            if outcome == "blocked":
+                break
+            if outcome == "scheduled":
+                index += 1
+
+    def _schedule_waiting(self, work: PassState) -> None:
+        limit = self.config.max_num_seqs
+        while self.waiting and not work.preempted_any and (limit is None or len(self.running) < limit):
+            request = self.waiting[0]
+            if self.max_model_len is not None and request.num_input >= self.max_model_len:
+                self._reject(request, work)
+                continue
+            cost = self._prefix_cost(request)
+            verdict = self._gate(request, cost)
+            if verdict == "reject":
+                self._reject(request, work)
+                continue
+            if verdict == "wait" or self._schedule(request, work, cost) != "scheduled":
+                break
+            if work.budget == 0 and work.scheduled[request.request_id].total_tokens == 0:
+                break
+
+    def _reject(self, request: Live, work: PassState) -> None:
+        self._drop(request)
+        work.rejected.append(request.request_id)
+
+    def _gate(self, request: Live, cost: Cost) -> str:
+        """Full-sequence admission (vllm.md sections 5 and 11): "admit", "wait" or "reject"."""
+        if request.outgrown:
+            return "wait"
+        capacity = self.config.num_gpu_blocks
+        footprint = self._completion_blocks(request) if self.trtllm else self._blocks(request.length)
+        if request.status == WAITING and footprint > capacity:
+            return "reject"
+        needed = footprint - cost.active_cached_tokens // self.block_size
+        available = capacity - self.pool.active_blocks
+        if self.trtllm:
+            for other in self.running:
+                available -= self._completion_blocks(other) - self._blocks(other.allocated)
+        return "admit" if needed <= available else "wait"
+
+    def _schedule(self, request: Live, work: PassState, cost: Cost | None) -> str:
+        """vllm.md section 6: "scheduled", "blocked" or "current preempted". A cost marks a waiting request."""
+        from_waiting = cost is not None
+        cached = 0
+        if request.computed == 0:
+            cached = (cost or self._prefix_cost(request)).cached_tokens
+        before = request.computed + cached
+        prompt_before = min(before, request.num_input)
+        remaining = request.length - before
+        if not self.config.enable_chunked_prefill and request.num_input - prompt_before > work.budget:
+            return "blocked"
+        want = int(min(remaining, work.budget))
+        if want == 0 and remaining > 0:
+            return "blocked"
+        after = before + want
+        while not self._allocate(request, after, cached // self.block_size):
+            victim = self._victim()
+            if victim is None:
+                after = before
+                break
+            work.preempted_any = True
+            self._undo(victim, work)
+            self._preempt(victim, work)
+            if victim is request:
+                return "current preempted"
+        else:
+            request.computed = after
+        if after == before and request.computed < request.length:
+            return "blocked"
+        self._finalize(request, before, after)
+
+        item = Work(
+            total_tokens=after - before,
+            prompt_tokens=min(after, request.num_input) - prompt_before,
+            prefix_tokens=prompt_before,
+            prompt_length=request.num_input,
+            length=request.length,
+            was_complete=self._remaining(request) == 0,
+            in_prefill_batch=False,
+        )
+        if item.prompt_tokens > 0 and self.config.worker_type != "decode":
+            item.in_prefill_batch = True
+            work.prefill_count += 1
+            work.prefill_isl += prompt_before + item.prompt_tokens
+            work.prefill_prefix += prompt_before
+        work.budget -= item.total_tokens
+        work.scheduled[request.request_id] = item
+        if after == request.length and not self.always_draft:
+            self._schedule_drafts(request, item, work)
+        if from_waiting:
+            self.waiting.remove(request)
+            self.running.append(request)
+            request.status = RUNNING
+            work.admissions.append(Admission(request.request_id, cached))
+            if not request.admitted_before:
+                request.admitted_before = True
+                request.cached_prefix = cached
+        return "scheduled"
+
+    def _schedule_drafts(self, request: Live, item: Work, work: PassState) -> None:
+        drafts = int(min(request.drafts, work.budget))
+        if self.max_model_len is not None:
+            drafts = min(drafts, max(0, self.max_model_len - 1 - request.length))
+        item.drafts = drafts
+        work.budget -= drafts
+
+    # ------------------------------------------------------------ preemption
+
+    def _victim(self) -> Live | None:
+        if self.trtllm or not self.running:
+            return None
+        return self.running[-1] if self.config.preemption_mode == "lifo" else self.running[0]
+
+    def _undo(self, request: Live, work: PassState) -> None:
+        """Take back what this pass had given to a victim."""
+        item = work.scheduled.pop(request.request_id, None)
+        if item is None:
+            return
+        work.budget += item.total_tokens + item.drafts
+        if item.in_prefill_batch:
+            work.prefill_count -= 1
+            work.prefill_isl -= item.prefix_tokens + item.prompt_tokens
+            work.prefill_prefix -= item.prefix_tokens
+
+    def _preempt(self, request: Live, work: PassState) -> None:
+        before = self._occupancy()
+        held = self._blocks(request.allocated)
+        self._release(request)
+        request.computed = 0
+        request.drafts = 0
+        request.preemptions += 1
+        request.status = PREEMPTED
+        self.preemptions_total += 1
+        self.running.remove(request)
+        self.waiting.insert(0, request)
+        work.pressure.append(
+            PressureEvent(
+                work.now_ms, "vllm_preemption", request.request_id, before, self._occupancy(), held, None, None
+            )
+        )
+
+    def _occupancy(self) -> PressureState:
+        return PressureState(len(self.running), len(self.waiting), self.pool.active_blocks)
+
+    def _preempt_at_emission(self, work: PassState) -> Live | None:
+        """Preempt somebody because a sampled token finds no block; None if nobody can be.
+
+        The work of this pass stays counted. A request that was alone and whose
+        next step after a readmission needs more than the whole pool has outgrown it.
+        """
+        victim = self._victim()
+        if victim is None:
+            return None
+        self._preempt(victim, work)
+        if not self.running and self.pool.active_blocks == 0:
+            burst = self._max_burst(victim, None)
+            next_length = victim.length + min(burst, self._remaining(victim))
+            victim.outgrown = self._blocks(next_length) > self.config.num_gpu_blocks
+        return victim
+
+    # ------------------------------------------------------------ emission (vllm.md section 7)
+
+    def _emission(self, work: PassState) -> tuple[list[Output], float]:
+        candidates = [request for request in self.running if request.computed == request.length]
+        outputs = []
+        for request in candidates:
+            if self._remaining(request) == 0:
+                outputs.append(self._signal(request, None))
+        ready = [request for request in candidates if request.request_id in self.requests]
+        if not ready:
+            return outputs, 0.0
+        if self.config.aic_nextn is not None:
+            more, decode_ms = self._emit_bursts(ready, work)
+        else:
+            more, decode_ms = self._emit_single(ready, work)
+        return outputs + more, decode_ms
+
+    def _decode_ms(self, ready: list[Live], work: PassState) -> float:
+        if self.config.worker_type == "prefill":
+            return 0.0
+        decoding = [request for request in ready if self._is_decoding(request, work)]
+        return self.timing.decode_ms([request.length for request in decoding], self.pool.active_blocks)
+
+    def _is_decoding(self, request: Live, work: PassState) -> bool:
+        """Whether the token of this request is made by the decode part of the pass."""
+        if self.rules.first_token_is_decode or self.config.worker_type == "decode":
+            return True
+        if self.config.aic_nextn is not None and self.always_draft:
+            return True
+        item = work.scheduled.get(request.request_id)
+        return request.generated > 0 or item is None or item.prompt_tokens == 0
+
+    def _emit_single(self, ready: list[Live], work: PassState) -> tuple[list[Output], float]:
+        decode_ms = self._decode_ms(ready, work)
+        outputs = []
+        for request in ready:
+            if request.status != RUNNING:
+                continue
+            if self.rules.eager_sample_blocks and not self._grow_eagerly(request, work):
+                continue
+            outputs.append(self._generate(request))
+        return outputs, decode_ms
+
+    def _grow_eagerly(self, request: Live, work: PassState) -> bool:
+        """Take the block of the token that is about to be sampled, preempting for it; False if it cannot be had."""
+        if request.length % self.block_size == 0:
+            while (reservation := self._reserve([], 1)) is None:
+                victim = self._preempt_at_emission(work)
+                if victim is None or victim is request:
+                    return False
+            request.entries.append(Entry(block=self.pool.take_fresh(reservation)))
+        request.allocated = request.length + 1
+        return True
+
+    def _max_burst(self, request: Live, item: Work | None) -> int:
+        """Most tokens of one emission; without a `Work` the most after a readmission."""
+        if self.config.worker_type == "prefill" or self.config.aic_nextn is None:
+            return 1
+        if self.always_draft:
+            return 1 + self.config.aic_nextn
+        return 1 + (item.drafts if item is not None else 0)
+
+    def _emit_bursts(self, ready: list[Live], work: PassState) -> tuple[list[Output], float]:
+        reservation = None
+        while reservation is None:
+            fresh = 0
+            for request in ready:
+                burst = min(self._max_burst(request, work.scheduled.get(request.request_id)), self._remaining(request))
+                fresh += self._blocks(request.length + burst) - self._blocks(request.length)
+            reservation = self._reserve([], fresh)
+            if reservation is None:
+                if self._preempt_at_emission(work) is None:
+                    return [], 0.0
+                ready = [request for request in ready if request.status == RUNNING]
+                if not ready:
+                    return [], 0.0
+        decode_ms = self._decode_ms(ready, work)
+        bursts = [self._sample_burst(request, work.scheduled.get(request.request_id)) for request in ready]
+        outputs = []
+        for request, burst in zip(ready, bursts, strict=True):
+            for _ in range(burst):
+                self._finalize(request, request.computed, request.length)
+                request.computed = request.length
+                if request.length % self.block_size == 0:
+                    request.entries.append(Entry(block=self.pool.take_fresh(reservation)))
+                request.allocated = request.length + 1
+                outputs.append(self._generate(request))
+                if outputs[-1].completed:
+                    break
+            else:
+                request.drafts = 0 if self.config.worker_type == "prefill" else self.config.aic_nextn or 0
+        self.pool.cancel(reservation)
+        return outputs, decode_ms
+
+    def _sample_burst(self, request: Live, item: Work | None) -> int:
+        accepted = 1
+        for rate in self.config.accept_rates[: self._max_burst(request, item) - 1]:
+            if not self.drafter.accept(rate):
+                break
+            accepted += 1
+        return min(accepted, self._remaining(request))
+
+    def _generate(self, request: Live) -> Output:
+        """Append one token; its signal. A completed request leaves."""
+        ordinal = request.generated
+        if request.planned is not None and ordinal < len(request.planned):
+            token = request.planned[ordinal]
+        else:
+            token = synthetic_token(request.request_id, ordinal)
+        if request.length % self.block_size == 0 and len(request.entries) * self.block_size == request.length:
+            request.entries.append(Entry())
+        request.tokens.append(token)
+        request.generated += 1
+        return self._signal(request, token)
+
+    def _signal(self, request: Live, token: int | None) -> Output:
+        completed = self._remaining(request) == 0
+        cached = None if request.signalled else request.cached_prefix
+        request.signalled = True
+        delay = self._handoff_delay(request) if completed else None
+        if completed:
+            self._drop(request)
+        return Output(request.request_id, token, completed, False, cached, delay)
+
+    def _handoff_delay(self, request: Live) -> float | None:
+        per_token, bandwidth = self.config.kv_transfer_bytes_per_token, self.config.kv_transfer_bandwidth
+        if self.config.worker_type != "prefill" or not per_token or not bandwidth:
+            return None
+        return request.num_input * per_token / (bandwidth * 1e9) * 1000.0
+
+    # ------------------------------------------------------------ boundaries
+
+    def complete_pass(self, pending: PendingPass, end_ms: float) -> PassCompletionEffects:
+        assert not pending.completed
+        pending.completed = True
+        effects = pending.effects
+        effects.kv_events = [*effects.kv_events, *self._drain_events()]
+        effects.metrics = self.metrics()
+        duration = max(0.0, end_ms - pending.started_at_ms)
+        effects.forward_pass_metrics = effects.forward_pass_metrics._replace(duration_ms=duration)
+        return effects
+
+    def complete_idle_group_pass(self, start_ms: float, end_ms: float) -> PassCompletionEffects:
+        idle = ForwardPassMetrics(0, 0, 0.0, 0, 0, 0, 0.0, 0, 0, 0.0, 0, 0, 0.0, max(0.0, end_ms - start_ms))
+        return PassCompletionEffects([], [], self._drain_events(), self.metrics(), idle)
+
+    def next_internal_deadline_ms(self) -> float | None:
+        return None
+
+    def process_internal_work(self, now_ms: float, pass_in_flight: bool = False) -> InternalEffects:
+        return InternalEffects([], [] if pass_in_flight else self._drain_events())
+
+    def is_ready(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def is_drained(self) -> bool:
+        return not self.requests
+
+    def waiting_for_external_command(self) -> bool:
+        return False
+
+    def metrics(self) -> Metrics:
+        active, inactive, total = self.pool.active_blocks, len(self.pool.inactive), self.config.num_gpu_blocks
+        return Metrics(
+            self.identity.dp_rank,
+            active,
+            inactive,
+            total,
+            active / total,
+            (active + inactive) / total,
+            len(self.running),
+            len(self.waiting),
+            self.preemptions_total,
+        )
+
+    def _forward_pass_metrics(self, work: PassState, duration_ms: float) -> ForwardPassMetrics:
+        prefills = [item for item in work.scheduled.values() if item.prompt_tokens > 0]
+        decodes = [item for item in work.scheduled.values() if item.prompt_tokens == 0 and not item.was_complete]
+        decode_kv = Welford(item.length for item in decodes)
+        fresh = Welford(request.num_input for request in self.waiting if request.status == WAITING)
+        preempted = Welford(request.length for request in self.waiting if request.status == PREEMPTED)
+        return ForwardPassMetrics(
+            num_prefill_requests=len(prefills),
+            sum_prefill_tokens=sum(item.total_tokens for item in prefills),
+            var_prefill_length=Welford(item.prompt_length for item in prefills).variance,
+            sum_prefill_kv_tokens=sum(item.prefix_tokens for item in prefills),
+            num_decode_requests=len(decodes),
+            sum_decode_kv_tokens=decode_kv.sum,
+            var_decode_kv_tokens=decode_kv.variance,
+            num_queued_prefill=fresh.count,
+            sum_queued_prefill_tokens=fresh.sum,
+            var_queued_prefill_length=fresh.variance,
+            num_queued_decode=preempted.count,
+            sum_queued_decode_kv_tokens=preempted.sum,
+            var_queued_decode_kv_tokens=preempted.variance,
+            duration_ms=duration_ms,
+        )
+
+    # ------------------------------------------------------------ liveness
+
+    def stuck_head(self) -> tuple[int, str] | None:
+        """The head of the queue and why it can never progress; None while there is hope."""
+        if self.running or not self.waiting or not self.last_pass_effect_free:
+            return None
+        head = self.waiting[0]
+        if head.outgrown:
+            return head.request_id, "outgrew the pool"
+        if self._blocks(head.length) > self.config.num_gpu_blocks:
+            return head.request_id, "outgrew the pool" if head.generated else "pool too small"
+        limit = self.config.max_num_batched_tokens
+        uncached = head.num_input - min(head.num_input, self._prefix_cost(head).cached_tokens)
+        if not self.config.enable_chunked_prefill and limit is not None and uncached > limit:
+            return head.request_id, "budget too small"
+        return None
+
+    def fail_head(self, now_ms: float) -> Output:
+        """Remove the stuck head; the signal that ends it."""
+        head = self.waiting[0]
+        cached = None if head.signalled else head.cached_prefix
+        self._drop(head)
+        self.last_pass_effect_free = False
+        failed = head.generated > 0
+        return Output(head.request_id, None, True, not failed, cached, failed=failed)
+
+    # ------------------------------------------------------------ for comparison
+
+    def state(self) -> dict[str, Any]:
+        """Canonical description: no block ids, only hashes, counts and orders."""
+        return {
+            "running": [request.request_id for request in self.running],
+            "waiting": [request.request_id for request in self.waiting],
+            "requests": {
+                request_id: {
+                    "length": request.length,
+                    "generated": request.generated,
+                    "computed": request.computed,
+                    "allocated": request.allocated,
+                    "preemptions": request.preemptions,
+                    "status": request.status,
+                    "blocks": [entry.block.hash for entry in request.entries if entry.block is not None],
+                }
+                for request_id, request in sorted(self.requests.items())
+            },
+            "active_blocks": self.pool.active_blocks,
+            "inactive_blocks": len(self.pool.inactive),
+            "free_blocks": self.pool.free,
+            "lru": [block.hash for block in self.pool.inactive],
+            "copies": {block_hash: len(copies) for block_hash, copies in sorted(self.pool.copies.items())},
+            "preemptions_total": self.preemptions_total,
+            "next_event_id": self.next_event_id,
+        }
+
+    def check(self) -> None:
+        """The invariants of kv-cache.md section 2 and vllm.md section 2."""
+        self.pool.check()
+        assert self.pool.reserved == 0
+        members = [request.request_id for request in (*self.running, *self.waiting)]
+        assert sorted(members) == sorted(self.requests)
+        refs: dict[int, int] = {}
+        for request in self.requests.values():
+            assert request.computed <= request.length
+            assert request.allocated <= request.length
+            assert request.length == request.num_input + request.generated
+            assert len(request.entries) == self._blocks(request.length)
+            held = [entry.block for entry in request.entries if entry.block is not None]
+            assert len(held) == self._blocks(request.allocated)
+            assert all(entry.block is not None for entry in request.entries[: len(held)])
+            for block in held:
+                refs[id(block)] = refs.get(id(block), 0) + 1
+            if request.status == RUNNING:
+                assert request in self.running
+            else:
+                assert request in self.waiting
+                assert request.computed == request.allocated == 0
+        every = [*self.pool.private, *(block for copies in self.pool.copies.values() for block in copies)]
+        assert all(block.pins == 0 and block.refs == refs.get(id(block), 0) for block in every)
+        if not self.caching:
+            assert not self.pool.copies
+            assert not self.pool.inactive
+
+
+def prompt_tokens(request: Request) -> list[int]:
+    """The prompt as a plain list."""
+    if request.segments is None:
+        return [int(token) for token in request.tokens]
+    tokens: list[int] = []
+    for start, step, length in request.segments.tolist():
+        tokens += [(start + position * step) & 0xFFFFFFFF for position in range(length)]
+    return tokens
+
+
