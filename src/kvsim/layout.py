@@ -11,7 +11,26 @@ import enum
 
 import numpy as np
 
-__all__ = ["REQUEST_RECORD", "REQUEST_SPEC", "SEGMENT", "FailReason", "RequestStatus"]
+__all__ = [
+    "ADMISSION",
+    "ADMISSION_LOG",
+    "BLOCK",
+    "CONFIG",
+    "EVENT",
+    "EVENT_BLOCK",
+    "HASH_SLOT",
+    "HEADER",
+    "OUTPUT_RECORD",
+    "PASS_RECORD",
+    "PRESSURE",
+    "REQUEST",
+    "REQUEST_RECORD",
+    "REQUEST_SPEC",
+    "SEGMENT",
+    "SIGNAL",
+    "FailReason",
+    "RequestStatus",
+]
 
 
 class RequestStatus(enum.IntEnum):
@@ -241,7 +260,7 @@ EVENT = np.dtype(
     [
         ("event_id", "<i8"),
         ("parent_hash", "<u8"),
-        ("at_ms", "<f8"),  # end of the pass, filled when it completes
+        ("at_ms", "<f8"),  # end of the pass, filled by a driver when it completes; -1 before
         ("first", "<i4"),  # first row in event_blocks
         ("count", "<i4"),
         ("kind", "<i4"),  # event_kind
@@ -298,5 +317,60 @@ PRESSURE = np.dtype(
         ("active_before", "<i8"),
         ("active_after", "<i8"),
         ("request_blocks", "<i8"),
+        ("slot", "<i4"),
+        ("computed", "<i4"),  # tokens whose KV it lost
+    ]
+)
+
+# ---------------------------------------------------------------- logs of a run
+
+#: One executed pass of one rank: its span and its forward-pass metrics (timing-and-fpm.md section 5).
+PASS_RECORD = np.dtype(
+    [
+        ("start_ms", "<f8"),
+        ("end_ms", "<f8"),  # of the whole group
+        ("worker", "<i4"),
+        ("dp_rank", "<i4"),
+        ("num_prefill_requests", "<i8"),
+        ("sum_prefill_tokens", "<i8"),
+        ("var_prefill_length", "<f8"),
+        ("sum_prefill_kv_tokens", "<i8"),
+        ("num_decode_requests", "<i8"),
+        ("sum_decode_kv_tokens", "<i8"),
+        ("var_decode_kv_tokens", "<f8"),
+        ("num_queued_prefill", "<i8"),
+        ("sum_queued_prefill_tokens", "<i8"),
+        ("var_queued_prefill_length", "<f8"),
+        ("num_queued_decode", "<i8"),
+        ("sum_queued_decode_kv_tokens", "<i8"),
+        ("var_queued_decode_kv_tokens", "<f8"),
+        ("active_blocks", "<i8"),
+        ("inactive_blocks", "<i8"),
+        ("running_requests", "<i8"),
+        ("waiting_requests", "<i8"),
+        ("output_tokens", "<i8"),
+    ]
+)
+
+#: One admission of a request to a running set; rows in time order.
+ADMISSION_LOG = np.dtype(
+    [
+        ("row", "<i8"),  # index of the request in its workload
+        ("at_ms", "<f8"),  # start of the pass that admitted it
+        ("reused_tokens", "<i8"),  # tokens found in the cache
+        ("worker", "<i4"),
+        ("dp_rank", "<i4"),
+    ]
+)
+
+#: One output signal of a run, in order of emission.
+OUTPUT_RECORD = np.dtype(
+    [
+        ("row", "<i8"),  # index of the request in its workload
+        ("at_ms", "<f8"),
+        ("token", "<u4"),
+        ("flags", "<i4"),  # signal_flag of _core/types.pxd
+        ("cached", "<i4"),
+        ("worker", "<i4"),
     ]
 )

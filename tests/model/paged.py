@@ -183,7 +183,8 @@ class PagedModel:
         else:
             raise CommandError(f"the twin does not know {type(command).__name__}")
         events = [] if context.pass_in_flight else self._drain_events()
-        self.last_pass_effect_free = False
+        if not isinstance(result, Noop):
+            self.last_pass_effect_free = False
         return CommandEffects(
             result=result,
             kv_events=events,
@@ -316,9 +317,7 @@ class PagedModel:
     def _emit(self, data: Stored | Removed) -> None:
         if not self.emits_events:
             return
-        self.event_buffer.append(
-            KvEvent(self.next_event_id, self.identity.worker_id, self.identity.dp_rank, data)
-        )
+        self.event_buffer.append(KvEvent(self.next_event_id, self.identity.worker_id, self.identity.dp_rank, data))
         self.next_event_id += 1
 
     def _drain_events(self) -> list[KvEvent]:
@@ -559,16 +558,16 @@ class PagedModel:
     def _preempt_at_emission(self, work: PassState) -> Live | None:
         """Preempt somebody because a sampled token finds no block; None if nobody can be.
 
-        The work of this pass stays counted. A request that was alone and whose
-        next step after a readmission needs more than the whole pool has outgrown it.
+        The work of this pass stays counted. A request that was alone with the
+        whole pool at its disposal has outgrown it if its first emission after a
+        readmission, which has no drafts left by another, would not fit either.
         """
         victim = self._victim()
         if victim is None:
             return None
         self._preempt(victim, work)
         if not self.running and self.pool.active_blocks == 0:
-            burst = self._max_burst(victim, None)
-            next_length = victim.length + min(burst, self._remaining(victim))
+            next_length = victim.length + min(self._max_burst(None), self._remaining(victim))
             victim.outgrown = self._blocks(next_length) > self.config.num_gpu_blocks
         return victim
 
@@ -626,8 +625,8 @@ class PagedModel:
         request.allocated = request.length + 1
         return True
 
-    def _max_burst(self, request: Live, item: Work | None) -> int:
-        """Most tokens of one emission; without a `Work` the most after a readmission."""
+    def _max_burst(self, item: Work | None) -> int:
+        """Most tokens of one emission of a request with this work."""
         if self.config.worker_type == "prefill" or self.config.aic_nextn is None:
             return 1
         if self.always_draft:
@@ -639,7 +638,7 @@ class PagedModel:
         while reservation is None:
             fresh = 0
             for request in ready:
-                burst = min(self._max_burst(request, work.scheduled.get(request.request_id)), self._remaining(request))
+                burst = min(self._max_burst(work.scheduled.get(request.request_id)), self._remaining(request))
                 fresh += self._blocks(request.length + burst) - self._blocks(request.length)
             reservation = self._reserve([], fresh)
             if reservation is None:
@@ -668,7 +667,7 @@ class PagedModel:
 
     def _sample_burst(self, request: Live, item: Work | None) -> int:
         accepted = 1
-        for rate in self.config.accept_rates[: self._max_burst(request, item) - 1]:
+        for rate in self.config.accept_rates[: self._max_burst(item) - 1]:
             if not self.drafter.accept(rate):
                 break
             accepted += 1
@@ -780,7 +779,7 @@ class PagedModel:
         if head.outgrown:
             return head.request_id, "outgrew the pool"
         if self._blocks(head.length) > self.config.num_gpu_blocks:
-            return head.request_id, "outgrew the pool" if head.generated else "pool too small"
+            return head.request_id, "outgrew the pool"
         limit = self.config.max_num_batched_tokens
         uncached = head.num_input - min(head.num_input, self._prefix_cost(head).cached_tokens)
         if not self.config.enable_chunked_prefill and limit is not None and uncached > limit:
@@ -793,7 +792,7 @@ class PagedModel:
         cached = None if head.signalled else head.cached_prefix
         self._drop(head)
         self.last_pass_effect_free = False
-        failed = head.generated > 0
+        failed = head.preemptions > 0
         return Output(head.request_id, None, True, not failed, cached, failed=failed)
 
     # ------------------------------------------------------------ for comparison
@@ -861,5 +860,3 @@ def prompt_tokens(request: Request) -> list[int]:
     for start, step, length in request.segments.tolist():
         tokens += [(start + position * step) & 0xFFFFFFFF for position in range(length)]
     return tokens
-
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -96,8 +97,8 @@ class Npz:
             data = {name: np.asarray(arrays[name], dtype=float) for name in arrays.files}
 
         def axis(name: str) -> list[float]:
-            values = data[name].tolist()
-            steps = zip(values, values[1:], strict=False)
+            values: list[float] = data[name].tolist()
+            steps = pairwise(values)
             if len(values) < 2 or not np.isfinite(values).all() or not all(a < b for a, b in steps):
                 raise ConfigError("timing_model.path", f"{name} must be finite and strictly increasing, got {values}")
             return values
@@ -106,7 +107,8 @@ class Npz:
             values = data[name]
             if values.shape != tuple(len(axis) for axis in axes) or not np.isfinite(values).all():
                 raise ConfigError("timing_model.path", f"{name} must be finite and match its axes, got {values.shape}")
-            return values.tolist()
+            cells: list[Any] = values.tolist()
+            return cells
 
         self.decode_axes = [axis("decode_active_kv_tokens"), axis("decode_context_length")]
         self.decode_itl = table("decode_itl", self.decode_axes)

@@ -12,6 +12,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_
 from libc.string cimport memcpy
 
 from kvsim._core.rng cimport rng_accept, rng_block, rng_seed, rng_t
+from kvsim._core.types cimport request_spec_t
 from kvsim._core.xxh3 cimport (
     BLOCK_HASH_SEED,
     XXH3_SHORT_BYTES,
@@ -57,21 +58,6 @@ cdef struct segment_t:  # layout.SEGMENT
     uint32_t start
     uint32_t step
     int64_t length
-
-
-cdef struct request_spec_t:  # layout.REQUEST_SPEC
-    uint64_t id_hi
-    uint64_t id_lo
-    double arrival_ms
-    int64_t input_tokens
-    int64_t max_output_tokens
-    int64_t prompt_offset
-    int64_t prompt_count
-    int64_t planned_offset
-    int32_t session
-    int32_t turn
-    int32_t dp_rank
-    int32_t prompt_is_tokens
 
 
 cdef struct run_hash_t:  # local hash of a block of equal tokens, at index token modulo the table size

@@ -19,7 +19,7 @@ cdef inline int event_open(rank_t* r, int32_t kind, uint64_t parent, int32_t fla
     event = &r.events[r.header.num_events]
     event.event_id = r.header.next_event_id
     event.parent_hash = parent
-    event.at_ms = 0.0
+    event.at_ms = -1.0
     event.first = <int32_t>r.header.num_event_blocks
     event.count = 0
     event.kind = kind

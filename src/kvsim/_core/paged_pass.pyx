@@ -116,6 +116,7 @@ cdef int32_t paged_submit(
         q.score = r.score(r, slot)
         q.flags |= SCORED
     waiting_push_back(r, slot)
+    r.header.effect_free = 0
     return slot
 
 
@@ -136,6 +137,7 @@ cdef inline void drop_waiting(rank_t* r, int32_t slot) noexcept nogil:
 cdef bint paged_cancel(rank_t* r, int32_t slot) noexcept nogil:
     """Drop a live request wherever it is (spec/vllm.md section 9)."""
     cdef request_t* q = &r.requests[slot]
+    r.header.effect_free = 0
     if q.status == RUNNING:
         lease_close(r, slot)
         running_leave(r, slot)
@@ -182,10 +184,13 @@ cdef void preempt(rank_t* r, int64_t index) noexcept nogil:
     e.waiting_before = <int32_t>h.num_waiting
     e.active_before = pool_active(r)
     e.request_blocks = blocks_of(r, q.allocated)
+    e.slot = slot
+    e.computed = q.computed
     if q.stamp == h.passes:
         # Scheduled in this very pass: nothing of it was scheduled after all.
         p.budget += q.sched_total + q.sched_drafts
         before = q.computed - q.sched_total
+        e.computed = <int32_t>before
         p.scheduled -= 1
         if q.sched_prompt > 0:
             if before > q.num_input:
@@ -217,10 +222,20 @@ cdef void preempt(rank_t* r, int64_t index) noexcept nogil:
     e.active_after = pool_active(r)
 
 
-cdef inline void mark_if_outgrown(rank_t* r, int32_t slot) noexcept nogil:
-    """A request that preempted itself while nothing else held a block can never grow: trying again would not end."""
-    if r.header.num_running == 0 and pool_active(r) == 0:
-        r.requests[slot].flags |= OUTGROWN
+cdef void preempt_for_sample(rank_t* r, int64_t index) noexcept nogil:
+    """Preempt a running request because a sample finds no block; what it computed in this pass stays counted.
+
+    Had it the whole pool to itself and still the pool is too small for what it
+    emits when it comes back, then coming back would end here again.
+    """
+    cdef int32_t slot = r.running[index]
+    cdef request_t* q = &r.requests[slot]
+    q.stamp = -1
+    preempt(r, index)
+    # Preempted, it has no drafts but those that every pass makes.
+    if (r.header.num_running == 0 and pool_active(r) == 0
+            and blocks_of(r, q.length + burst_of(r, q)) > r.config.num_blocks):
+        q.flags |= OUTGROWN
 
 
 # ---------------------------------------------------------------- scheduling one request
@@ -274,7 +289,6 @@ cdef int schedule(rank_t* r, int32_t slot, bint from_waiting, int64_t cached_blo
             preempt(r, index)
             p.preempted_any = 1
             if himself:
-                mark_if_outgrown(r, slot)
                 return PREEMPTED_ITSELF
         q = &r.requests[slot]
     if after == before and before < q.length:
@@ -448,26 +462,30 @@ cdef int schedule_waiting(rank_t* r) noexcept nogil:
 # ---------------------------------------------------------------- emission
 
 cdef void collect_ready(rank_t* r) noexcept nogil:
-    """Requests that emit, in running order: those complete already first, at the end of `ready`'s scratch."""
+    """Requests that emit, in running order. Those complete already end here, before anything is emitted."""
     cdef header_t* h = r.header
     cdef pass_t* p = &r.p
     cdef request_t* q
     cdef int64_t i
     cdef int32_t slot
+    cdef bint ended = False
     p.num_ready = 0
-    p.num_terminal = 0
     for i in range(h.num_running):
         slot = r.running[i]
         q = &r.requests[slot]
         if q.computed != q.length:
             continue
-        if q.length >= q.limit:
-            # `burst` is free until the ready ones are counted: it holds the terminal rows from its end.
-            p.num_terminal += 1
-            r.burst[r.cap_requests - p.num_terminal] = slot
-        else:
+        if q.length < q.limit:
             r.ready[p.num_ready] = slot
             p.num_ready += 1
+            continue
+        signal(r, slot, COMPLETED, NO_REASON, 0)
+        p.visible += 1
+        p.visible_requests += 1
+        finish(r, slot)
+        ended = True
+    if ended:
+        sweep(r)
 
 
 cdef inline int64_t burst_of(const rank_t* r, const request_t* q) noexcept nogil:
@@ -489,7 +507,6 @@ cdef int reserve_bursts(rank_t* r) noexcept nogil:
     cdef int64_t total
     cdef int64_t i
     cdef int64_t index
-    cdef int32_t alone
     while r.p.num_ready > 0:
         total = 0
         for i in range(r.p.num_ready):
@@ -498,19 +515,13 @@ cdef int reserve_bursts(rank_t* r) noexcept nogil:
         if pool_make_room(r, total, 0):
             r.header.num_reserved = total
             return PASS_OK
-        alone = r.ready[0] if r.p.num_ready == 1 else NO_SLOT
         index = pick_victim(r, r.ready[0])
         if index == -2:
             return PASS_FAILED
         if index < 0:
             r.p.num_ready = 0
             return PASS_OK
-        if r.running[index] != alone:
-            alone = NO_SLOT
-        preempt(r, index)
-        r.p.preempted_any = 1
-        if alone != NO_SLOT:
-            mark_if_outgrown(r, alone)
+        preempt_for_sample(r, index)
         collect_ready(r)
     return PASS_OK
 
@@ -602,35 +613,31 @@ cdef void emit_plain(rank_t* r) noexcept nogil:
 
 cdef void emit_eager(rank_t* r) noexcept nogil:
     """Generation `dynamo-1.3`: the block of the sampled token is taken here, preempting if there is none."""
-    cdef request_t* q
     cdef int64_t i
     cdef int64_t index
     cdef int32_t slot
-    cdef bint stop = False
+    cdef bint grown
     for i in range(r.p.num_ready):
         r.burst[i] = 0
     for i in range(r.p.num_ready):
         slot = r.ready[i]
-        if stop or r.requests[slot].status != RUNNING:
-            continue
-        while not lease_grow(r, slot, r.requests[slot].length + 1, 0):
+        grown = False
+        while r.requests[slot].status == RUNNING:
+            grown = lease_grow(r, slot, r.requests[slot].length + 1, 0)
+            if grown:
+                break
             index = pick_victim(r, slot)
             if index < 0:
-                stop = True
                 break
-            stop = r.running[index] == slot
-            r.requests[r.running[index]].stamp = -1  # its work of this pass stays counted
-            preempt(r, index)
-            if stop:
-                mark_if_outgrown(r, slot)
-                break
-        if stop:
+            preempt_for_sample(r, index)
+        if not grown:
             continue
         r.burst[i] = 1
         emit_token(r, slot)
-        q = &r.requests[slot]
-        if q.length >= q.limit:
+        if r.requests[slot].length >= r.requests[slot].limit:
+            # At once: a victim is picked from `running`.
             finish(r, slot)
+            running_delete(r, running_index(r, slot))
 
 
 cdef void emit_bursts(rank_t* r) noexcept nogil:
@@ -673,7 +680,7 @@ cdef void emit_bursts(rank_t* r) noexcept nogil:
         else:
             q.computed = q.length - 1
             q.next_seal = <int32_t>((q.computed // c.block_size + 1) * c.block_size)
-            q.drafts = <int32_t>c.nextn
+            q.drafts = <int32_t>c.nextn if c.worker != PREFILL else 0
             q.sched_drafts = 0
     r.header.num_reserved = 0
 
@@ -683,12 +690,6 @@ cdef void paged_emit(rank_t* r) noexcept nogil:
     cdef pass_t* p = &r.p
     cdef int64_t i
     cdef int64_t n
-    cdef int32_t slot
-    for i in range(p.num_terminal):
-        slot = r.burst[r.cap_requests - 1 - i]
-        signal(r, slot, COMPLETED, NO_REASON, 0)
-        p.visible += 1
-        finish(r, slot)
     if r.config.nextn > 0:
         emit_bursts(r)
     elif r.config.eager_samples:
@@ -697,7 +698,6 @@ cdef void paged_emit(rank_t* r) noexcept nogil:
         emit_plain(r)
     for i in range(p.num_ready):
         p.visible_requests += r.burst[i] > 0
-    p.visible_requests += p.num_terminal
     n = r.num_rejected
     for i in range(n):
         if r.num_signals == r.cap_signals:
@@ -725,8 +725,8 @@ cdef void sweep(rank_t* r) noexcept nogil:
 
 cdef bint paged_progressed(const rank_t* r) noexcept nogil:
     """Whether the pass changed anything an observer could see (spec/engine-contract.md section 7)."""
-    return (r.num_admissions > 0 or r.p.num_ready > 0 or r.p.num_terminal > 0 or r.num_rejected > 0
-            or r.num_pressures > 0 or r.p.scheduled > 0)
+    return (r.num_admissions > 0 or r.p.num_ready > 0 or r.p.completed > 0 or r.num_pressures > 0
+            or r.p.scheduled > 0)
 
 
 cdef void paged_settle(rank_t* r) noexcept nogil:
@@ -756,9 +756,8 @@ cdef int paged_stuck(const rank_t* r, int64_t* needed) noexcept nogil:
         return NO_REASON
     q = &r.requests[r.header.waiting_head]
     needed[0] = blocks_of(r, q.length)
-    if q.flags & OUTGROWN:
-        needed[0] += 1
-        return OUTGREW_POOL
+    if q.flags & OUTGROWN and needed[0] <= c.num_blocks:
+        needed[0] = c.num_blocks + 1
     if needed[0] > c.num_blocks:
         return OUTGREW_POOL
     if not c.chunked and q.num_input > c.budget:

@@ -223,7 +223,7 @@ cdef struct slot_t:  # 16 bytes: hash table of findable blocks
 cdef struct event_t:
     int64_t event_id
     uint64_t parent_hash
-    double at_ms                  # end of the pass, filled when it completes
+    double at_ms                  # end of the pass, filled by a driver when it completes; -1 before
     int32_t first                 # first row in event_blocks
     int32_t count
     int32_t kind                  # event_kind
@@ -264,6 +264,8 @@ cdef struct pressure_t:
     int64_t active_before
     int64_t active_after
     int64_t request_blocks
+    int32_t slot
+    int32_t computed              # tokens whose KV it lost
 
 cdef struct moments_t:  # integer sums of one group of requests
     int64_t count
@@ -290,6 +292,54 @@ cdef struct pass_t:  # the pass being executed, scratch
     int32_t preempted_any
     int32_t num_ready
     int32_t num_terminal
+
+cdef struct request_spec_t:  # layout.REQUEST_SPEC
+    uint64_t id_hi
+    uint64_t id_lo
+    double arrival_ms
+    int64_t input_tokens
+    int64_t max_output_tokens
+    int64_t prompt_offset
+    int64_t prompt_count
+    int64_t planned_offset
+    int32_t session
+    int32_t turn
+    int32_t dp_rank
+    int32_t prompt_is_tokens
+
+cdef struct request_record_t:  # layout.REQUEST_RECORD
+    uint64_t id_hi
+    uint64_t id_lo
+    double arrival_ms
+    double tokenized_ms
+    double first_admit_ms
+    double first_token_ms
+    double second_token_ms
+    double last_token_ms
+    double terminal_ms
+    int64_t input_tokens
+    int64_t requested_output_tokens
+    int64_t output_tokens
+    int64_t reused_tokens
+    int64_t first_reused_tokens
+    int64_t recomputed_tokens
+    int32_t admissions
+    int32_t preemptions
+    int32_t worker
+    int32_t dp_rank
+    int32_t session
+    int32_t turn
+    int32_t status                # run_status
+    int32_t reason                # fail_reason
+    int64_t needed
+    int64_t row
+
+cdef enum run_status:  # layout.RequestStatus
+    RUN_UNFINISHED = 0
+    RUN_COMPLETED = 1
+    RUN_REJECTED = 2
+    RUN_FAILED = 3
+    RUN_CANCELLED = 4
 
 cdef struct content_t:  # what a request's tokens are; read-only, owned by Python, beside the arena
     const uint64_t* hashes        # one per full block of prompt and planned output

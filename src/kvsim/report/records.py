@@ -10,20 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvsim.layout import REQUEST_RECORD, FailReason, RequestStatus
+from kvsim.layout import ADMISSION_LOG, REQUEST_RECORD, FailReason, RequestStatus
 
 __all__ = ["ADMISSION_LOG", "STATUS_NAMES", "AdmissionIndex", "name_at", "request_row", "terminal_order"]
-
-#: One admission of a request to a running set; rows in time order.
-ADMISSION_LOG = np.dtype(
-    [
-        ("row", "<i8"),  # index of the request in its workload
-        ("at_ms", "<f8"),  # start of the pass that admitted it
-        ("reused_tokens", "<i8"),  # tokens found in the cache
-        ("worker", "<i4"),
-        ("dp_rank", "<i4"),
-    ]
-)
 
 #: Words of `terminal_status`.
 STATUS_NAMES = {

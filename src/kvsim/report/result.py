@@ -37,6 +37,8 @@ class ReplayResult:
     sla : Sla, optional
     passes : struct array, optional
         One row per pass, when the run recorded them.
+    outputs : ndarray of OUTPUT_RECORD, optional
+        One row per output signal, when the run captured them.
     admissions : ndarray of ADMISSION_LOG, optional
         In time order, for the admission history of the records.
     request_names : sequence of (str or None), or mapping, optional
@@ -57,6 +59,8 @@ class ReplayResult:
         Read-only.
     passes : struct array or None
         Read-only.
+    outputs : struct array or None
+        Read-only.
     gaps : GapHistogram
     totals : RunTotals
     config : object
@@ -70,6 +74,7 @@ class ReplayResult:
         "admissions",
         "config",
         "gaps",
+        "outputs",
         "passes",
         "requests",
         "summary",
@@ -89,6 +94,7 @@ class ReplayResult:
         config: Any = None,
         sla: Sla | None = None,
         passes: npt.NDArray[np.void] | None = None,
+        outputs: npt.NDArray[np.void] | None = None,
         admissions: npt.NDArray[np.void] | None = None,
         request_names: Sequence[str | None] | Mapping[int, str] | None = None,
         session_names: Sequence[str | None] | Mapping[int, str] | None = None,
@@ -96,6 +102,7 @@ class ReplayResult:
     ) -> None:
         self.requests = _read_only(requests)
         self.passes = None if passes is None else _read_only(passes)
+        self.outputs = None if outputs is None else _read_only(outputs)
         self.admissions = None if admissions is None else _read_only(admissions)
         self.gaps = gaps
         self.totals = totals

@@ -36,6 +36,8 @@ DEFAULT_BLOCK_SIZE = 512
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _UTF8_BOM = b"\xef\xbb\xbf"
+#: What a blank line looks like after the end of the line before.
+_BLANK_STARTS = (b"\n\n", b"\n\r", b"\n ", b"\n\t")
 _U32 = 1 << 32
 _U64 = 1 << 64
 _REQUIRED = ("hash_ids", "output_length")
@@ -64,8 +66,8 @@ class _Row(msgspec.Struct, gc=False):
     strict_priority: int | None = None
     policy_class: str | None = None
     # Keys of formats whose rows look alike; reading them as mooncake would drop what they say.
-    wait_for: msgspec.Raw | None = None
-    dependencies: msgspec.Raw | None = None
+    wait_for: Any = None
+    dependencies: Any = None
 
 
 _KEYS = tuple(_Row.__struct_fields__[:-2])
@@ -140,8 +142,9 @@ def _decode(data: bytes, path: str) -> tuple[list[int], list[_Row]]:
         rows = _DECODER.decode_lines(data)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         rows = []
-    newlines = data.count(b"\n")
-    if rows and len(rows) == newlines + (not data.endswith(b"\n")):
+    lines_in_file = data.count(b"\n") + (not data.endswith(b"\n"))
+    # Without blank lines, as many rows as lines means one row in each.
+    if len(rows) == lines_in_file and data[:1] == b"{" and not any(blank in data for blank in _BLANK_STARTS):
         return list(range(1, len(rows) + 1)), rows
     # Blank lines, a bad line or two rows in one: find out which is where.
     lines, rows = [], []

@@ -1,0 +1,424 @@
+"""Runs a workload through simulated engines in virtual time (spec/replay.md sections 1 to 4, 6, 9, 10).
+
+The kernel `Fleet` lets time pass: passes, their ends, and releases that are
+known ahead. What depends on the run (sessions, a tokenization pool in a closed
+loop) is decided here, at the instants at which requests end.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsim import layout
+from kvsim._core import content
+from kvsim._core.drive import Fleet
+from kvsim.config import EngineConfig
+from kvsim.contract import RankIdentity
+from kvsim.errors import ConfigError
+from kvsim.layout import RequestStatus
+from kvsim.policies import Policy
+from kvsim.rank import SchedulerRank
+from kvsim.report import GapHistogram, ReplayResult, RunTotals, Sla
+from kvsim.workload import ArrivalDriver, TokenizationPool, Workload, load_workload, workload_from_requests
+
+__all__ = ["Run", "replay"]
+
+#: Passes between two looks at the progress callback and at signals.
+_SLICE = 200_000
+
+_UNTIL, _ENDED, _SLICED, _CAPPED = range(4)
+
+WorkloadLike = str | os.PathLike[str] | Workload | Iterable[Mapping[str, Any]]
+
+
+def replay(
+    workload: WorkloadLike,
+    config: EngineConfig | None = None,
+    *,
+    workers: int = 1,
+    concurrency: int | None = None,
+    speedup: float = 1.0,
+    max_sim_time_ms: float | None = None,
+    seed: int = 0,
+    sla: Sla | None = None,
+    timing: Any = None,
+    tokenization: Mapping[str, Any] | None = None,
+    policy: Policy | str | None = None,
+    trace_format: str = "mooncake",
+    trace_block_size: int = 512,
+    strict: bool = False,
+    record_passes: bool = False,
+    capture_outputs: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> ReplayResult:
+    """Run a workload through simulated engines and report.
+
+    Parameters
+    ----------
+    workload : path, Workload or iterable of mappings
+        A trace file, a parsed workload, or a list of requests as for
+        `kvsim.workload.workload_from_requests`.
+    config : EngineConfig, optional
+        Of every worker; defaults if omitted.
+    workers : int
+        Engines, at least 1; requests are placed on them round robin.
+    concurrency : int, optional
+        Closed loop: at most so many requests (or active sessions) inside. Open loop if omitted.
+    speedup : float
+        Divides arrival times and think times; finite, > 0.
+    max_sim_time_ms : float, optional
+        Events later than this do not happen; what is unfinished then is counted as such.
+    seed : int
+        Added to the seeds of the configuration.
+    sla : Sla, optional
+        Bounds that count as goodput.
+    timing : TimingModel, optional
+        Callable model, or a profile, in place of the configuration's.
+    tokenization : mapping, optional
+        ``workers``, ``base_ms``, ``per_input_token_ms`` of a pool in front of each worker.
+    policy : Policy or str, optional
+        Scheduling policy of every rank; the backend's own if omitted.
+    trace_format, trace_block_size, strict
+        How to read a trace file, see `kvsim.workload.load_workload`.
+    record_passes : bool
+        Keep forward-pass metrics of every pass in ``result.passes``.
+    capture_outputs : bool
+        Keep every output signal in ``result.outputs``.
+    progress : callable, optional
+        Called now and then with (requests ended, requests in all).
+
+    Returns
+    -------
+    ReplayResult
+
+    Raises
+    ------
+    ConfigError
+        An option or the configuration is not allowed; names it.
+    WorkloadError
+        The trace or the list is malformed; names file and line, or position.
+    TimingError
+        A callable timing model failed.
+    """
+    started = time.perf_counter()
+    if not isinstance(workload, Workload):
+        if isinstance(workload, (str, os.PathLike)):
+            workload = load_workload(workload, format=trace_format, block_size=trace_block_size, strict=strict)
+        else:
+            workload = workload_from_requests(workload)
+    run = Run(
+        workload,
+        config or EngineConfig(),
+        workers=workers,
+        concurrency=concurrency,
+        speedup=speedup,
+        max_sim_time_ms=max_sim_time_ms,
+        seed=seed,
+        timing=timing,
+        tokenization=tokenization,
+        policy=policy,
+        record_passes=record_passes,
+        capture_outputs=capture_outputs,
+        capture_admissions=True,
+    )
+    run.execute(progress)
+    return run.result(sla=sla, started=started)
+
+
+class Run:
+    """One replay, from parsed input to result. Parameters as for `replay`; used once.
+
+    Attributes
+    ----------
+    ranks : list of SchedulerRank
+    records : ndarray of layout.REQUEST_RECORD, shape (n,)
+    now_ms : float
+        Virtual time.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        config: EngineConfig,
+        *,
+        workers: int = 1,
+        concurrency: int | None = None,
+        speedup: float = 1.0,
+        max_sim_time_ms: float | None = None,
+        seed: int = 0,
+        timing: Any = None,
+        tokenization: Mapping[str, Any] | None = None,
+        policy: Policy | str | None = None,
+        record_passes: bool = False,
+        capture_outputs: bool = False,
+        capture_admissions: bool = False,
+        capture_kv_events: bool = False,
+    ) -> None:
+        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+            raise ConfigError("workers", f"must be an int >= 1, got {workers!r}")
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise ConfigError("seed", f"must be an int >= 0, got {seed!r}")
+        if max_sim_time_ms is not None and (
+            isinstance(max_sim_time_ms, bool)
+            or not isinstance(max_sim_time_ms, (int, float))
+            or not 0 <= max_sim_time_ms < math.inf
+        ):
+            raise ConfigError("max_sim_time_ms", f"must be finite and >= 0, got {max_sim_time_ms!r}")
+        hints = workload.specs["dp_rank"]
+        if (hints > 0).any():
+            row = int(np.flatnonzero(hints > 0)[0])
+            raise ConfigError("dp_rank", f"request {row} asks for rank {hints[row]} of workers with one rank")
+        self.workload = workload
+        # Events nobody reads would only pile up; leaving them out changes no decision.
+        emit = capture_kv_events and config.enable_prefix_caching
+        config = config.replace(
+            emit_kv_events=emit,
+            emit_kv_token_ids=False,
+            aic_mtp_seed=(config.aic_mtp_seed + seed) % (1 << 64),
+        )
+        self.config = config
+        self.max_sim_time_ms = max_sim_time_ms
+        self.driver = ArrivalDriver(workload, concurrency=concurrency, speedup=speedup)
+        self._workers = workers
+        self._concurrency = concurrency
+        self._pool = None if tokenization is None else _tokenization_pool(tokenization)
+        self.ranks = [
+            SchedulerRank(RankIdentity(worker), config, timing=timing, policy=policy) for worker in range(workers)
+        ]
+        self.records = _new_records(workload)
+        self.gaps = GapHistogram()
+        self._fleet = Fleet(
+            [rank._state for rank in self.ranks],
+            1,
+            self.records,
+            self.gaps,
+            capture_admissions=capture_admissions,
+            capture_outputs=capture_outputs,
+            record_passes=record_passes,
+        )
+        self._record_passes = record_passes
+        self._capture_outputs = capture_outputs
+        self.admissions: npt.NDArray[Any] | None = None
+        self.outputs: npt.NDArray[Any] | None = None
+        self.passes: npt.NDArray[Any] | None = None
+        self._prepare_content()
+        self._released = 0
+
+    @property
+    def now_ms(self) -> float:
+        """Virtual time."""
+        return float(self._fleet.now_ms)
+
+    def _prepare_content(self) -> None:
+        """Block hashes of all requests, once; those of growing conversations are made when a turn starts."""
+        workload, config = self.workload, self.config
+        n = len(workload)
+        if config.enable_prefix_caching and not workload.cumulative:
+            hashes, local, offsets = content.hash_workload(
+                workload.specs,
+                workload.segments,
+                workload.tokens,
+                workload.planned,
+                config.tokens_per_block,
+                config.num_gpu_blocks * config.tokens_per_block,
+                config.emit_kv_events,
+            )
+        else:
+            hashes, local, offsets = np.zeros(1, np.uint64), None, np.zeros(n + 1, np.int64)
+            if config.emit_kv_events:
+                local = np.zeros(1, np.uint64)
+        self._content = (hashes, local, offsets)
+        self._fleet.set_content(workload.specs, hashes, local, offsets, workload.planned)
+
+    # ------------------------------------------------------------ running
+
+    def execute(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Let the run happen, to its end or to the cap."""
+        self._progress = progress
+        if self.workload.has_sessions or (self._pool is not None and self._concurrency is not None):
+            self._execute_event_by_event()
+        else:
+            self._execute_fed()
+        self.admissions, outputs, passes = self._fleet.finish()
+        self.outputs = outputs if self._capture_outputs else None
+        self.passes = passes if self._record_passes else None
+
+    def _execute_fed(self) -> None:
+        """Releases that need no decision: the kernel does the whole run."""
+        n = len(self.workload)
+        closed = self._concurrency is not None
+        order = np.arange(n) if closed else self.driver.static_order()
+        times = np.zeros(n) if closed else self.driver.static_arrivals()
+        ranks = (np.arange(n) % self._workers).astype(np.int32)
+        if not closed:
+            self.records["arrival_ms"][order] = times
+        arrivals = times
+        if self._pool is not None:
+            lengths = self.workload.specs["input_tokens"][order].tolist()
+            leave = np.array(
+                [
+                    self._pool.leave_ms(worker, at, length)
+                    for worker, at, length in zip(ranks.tolist(), times.tolist(), lengths, strict=True)
+                ]
+            )
+            self.records["tokenized_ms"][order] = leave
+            behind = np.argsort(leave, kind="stable")
+            order, times, ranks = order[behind], leave[behind], ranks[behind]
+        fleet = self._fleet
+        fleet.set_feed(
+            np.ascontiguousarray(order, np.int64),
+            np.ascontiguousarray(times, np.float64),
+            np.ascontiguousarray(ranks, np.int32),
+            self._concurrency or 0,
+        )
+        while True:
+            status = fleet.run(cap_ms=self._cap_ms, slice_passes=_SLICE)
+            fleet.take_ended()
+            self._report_progress()
+            if status == _CAPPED or (status == _UNTIL and not fleet.fail_stuck()):
+                break
+        if self._pool is not None:
+            self.records["arrival_ms"][self.driver.static_order()] = arrivals
+            late = self.records["tokenized_ms"] > fleet.now_ms
+            self.records["tokenized_ms"][late & (self.records["status"] == RequestStatus.UNFINISHED)] = np.nan
+
+    def _execute_event_by_event(self) -> None:
+        """Releases that depend on the run: decided at each instant at which a request ends."""
+        fleet, driver, records = self._fleet, self.driver, self.records
+        in_front: list[tuple[float, int, int, int]] = []  # heap: (leaves the pool, order, row, rank)
+        inside = 0
+        while True:
+            now = fleet.now_ms
+            for row, arrival_ms in driver.release(now, inside):
+                inside += 1
+                rank = self._released % self._workers
+                self._released += 1
+                records["arrival_ms"][row] = arrival_ms
+                if self._pool is None:
+                    self._submit(rank, row, arrival_ms)
+                    continue
+                leave = self._pool.leave_ms(rank, arrival_ms, driver.prompt_tokens(row))
+                heapq.heappush(in_front, (leave, self._released, row, rank))
+            while in_front and in_front[0][0] <= now:
+                leave, _, row, rank = heapq.heappop(in_front)
+                records["tokenized_ms"][row] = leave
+                self._submit(rank, row, float(records["arrival_ms"][row]))
+            until = driver.next_ready_ms()
+            until = math.inf if until is None else until
+            if in_front:
+                until = min(until, in_front[0][0])
+            status = fleet.run(until, self._cap_ms, True, _SLICE)
+            ended = fleet.take_ended()
+            if not ended and status == _UNTIL and until == math.inf and fleet.fail_stuck():
+                ended = fleet.take_ended()
+            for row in ended:
+                inside -= 1
+                record = records[row]
+                driver.resolve(row, fleet.now_ms, RequestStatus(int(record["status"])), int(record["output_tokens"]))
+            self._report_progress()
+            if status == _CAPPED or (status == _UNTIL and until == math.inf and not ended):
+                break
+
+    def _submit(self, rank: int, row: int, arrival_ms: float) -> None:
+        if not self.workload.cumulative:
+            self._fleet.submit(rank, row, arrival_ms)
+            return
+        spec = self.workload.specs[row]
+        parts = self.driver.prompt_parts(row)
+        planned = int(spec["planned_offset"])
+        count = int(spec["max_output_tokens"])
+        outputs = None if planned < 0 else self.workload.planned[planned : planned + count]
+        hashes, local = np.zeros(0, np.uint64), None
+        if self.config.enable_prefix_caching:
+            hashes, local = content.hash_parts(
+                parts,
+                outputs,
+                int(spec["id_hi"]),
+                int(spec["id_lo"]),
+                count,
+                self.config.tokens_per_block,
+                self.config.num_gpu_blocks * self.config.tokens_per_block,
+                self.config.emit_kv_events,
+            )
+        self._fleet.submit(
+            rank, row, arrival_ms, self.driver.prompt_tokens(row), (hashes, local, outputs, None)
+        )
+
+    @property
+    def _cap_ms(self) -> float:
+        return math.inf if self.max_sim_time_ms is None else float(self.max_sim_time_ms)
+
+    def _report_progress(self) -> None:
+        if self._progress is not None:
+            self._progress(int(self._fleet.done), len(self.workload))
+
+    # ------------------------------------------------------------ results
+
+    def result(self, *, sla: Sla | None = None, started: float | None = None) -> ReplayResult:
+        """The report of an executed run.
+
+        Parameters
+        ----------
+        sla : Sla, optional
+        started : float, optional
+            `time.perf_counter` when the work began, for the wall time.
+        """
+        seconds = self._workers * self.now_ms / 1000.0
+        totals = RunTotals(
+            committed_prefill_tokens=int(self._fleet.committed_prefill_tokens),
+            passes=int(self._fleet.passes),
+            preemptions=int(self.records["preemptions"].sum()),
+            wall_time_ms=0.0 if started is None else (time.perf_counter() - started) * 1000.0,
+            end_ms=self.now_ms,
+            decode_worker_seconds=seconds,
+            tokenized=self._pool is not None,
+        )
+        return ReplayResult(
+            self.records,
+            self.gaps,
+            totals,
+            config=self.config,
+            sla=sla,
+            passes=self.passes,
+            outputs=self.outputs,
+            admissions=self.admissions,
+            request_names=self.workload.request_names,
+            session_names=self.workload.session_names,
+        )
+
+    def kv_events(self, worker: int = 0) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """KV events of a worker up to the end of the run: (layout.EVENT, layout.EVENT_BLOCK) rows."""
+        events, blocks = self.ranks[worker]._state.drain_events()
+        return events[(events["at_ms"] >= 0) & (events["at_ms"] <= self.now_ms)], blocks
+
+
+def _tokenization_pool(options: Mapping[str, Any]) -> TokenizationPool:
+    unknown = set(options) - {"workers", "base_ms", "per_input_token_ms"}
+    if unknown:
+        raise ConfigError(f"tokenization.{sorted(unknown)[0]}", "unknown field")
+    if "workers" not in options:
+        raise ConfigError("tokenization.workers", "required field is missing")
+    return TokenizationPool(**options)
+
+
+def _new_records(workload: Workload) -> npt.NDArray[Any]:
+    """One record per row of the workload, nothing having happened yet."""
+    specs = workload.specs
+    records = np.zeros(len(specs), layout.REQUEST_RECORD)
+    for name in records.dtype.names or ():
+        if name.endswith("_ms"):
+            records[name] = np.nan
+    for name in ("id_hi", "id_lo", "input_tokens", "session", "turn"):
+        records[name] = specs[name]
+    records["requested_output_tokens"] = specs["max_output_tokens"]
+    records["worker"] = records["dp_rank"] = -1
+    records["row"] = np.arange(len(specs))
+    return records

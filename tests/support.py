@@ -1,0 +1,273 @@
+"""The kernel rank and its Python twin side by side: same commands, same passes, compared after every step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kvsim.config import EngineConfig
+from kvsim.contract import (
+    CancelRequest,
+    Command,
+    CommandContext,
+    CommandEffects,
+    PassCompletionEffects,
+    RankIdentity,
+    RankPass,
+    Request,
+    Submit,
+    id_to_int,
+)
+from kvsim.errors import CommandError
+from kvsim.rank import SchedulerRank
+from model.paged import PagedModel
+
+STATUS = {1: "waiting", 2: "running", 3: "preempted"}
+
+
+def rank_state(rank: SchedulerRank) -> dict[str, Any]:
+    """The dictionary of `PagedModel.state()` read off the tables of a rank."""
+    blocks, requests, header = rank.blocks, rank.requests, rank.header[0]
+
+    def id_of(slot: int) -> int:
+        return int(requests[slot]["id_hi"]) << 64 | int(requests[slot]["id_lo"])
+
+    def hash_of(block: int) -> int | None:
+        return int(blocks[block]["hash"]) if blocks[block]["hashed"] else None
+
+    live = {id_of(slot): requests[slot] for slot in range(len(requests)) if requests[slot]["status"]}
+    copies: dict[int, int] = {}
+    for row in blocks:
+        if row["hashed"]:
+            copies[int(row["hash"])] = copies.get(int(row["hash"]), 0) + 1
+    lru = inactive_blocks(rank)
+    return {
+        "running": [id_of(slot) for slot in rank.running],
+        "waiting": [id_of(slot) for slot in rank.waiting],
+        "requests": {
+            request_id: {
+                "length": int(row["length"]),
+                "generated": int(row["generated"]),
+                "computed": int(row["computed"]),
+                "allocated": int(row["allocated"]),
+                "preemptions": int(row["preemptions"]),
+                "status": STATUS[int(row["status"])],
+                "blocks": [hash_of(block) for block in rank.block_table(request_id)],
+            }
+            for request_id, row in sorted(live.items())
+        },
+        "active_blocks": len(blocks) - len(lru) - int(header["num_free"]),
+        "inactive_blocks": len(lru),
+        "free_blocks": int(header["num_free"]),
+        "lru": [hash_of(block) for block in lru],
+        "copies": dict(sorted(copies.items())),
+        "preemptions_total": int(header["preemptions_total"]),
+        "next_event_id": int(header["next_event_id"]),
+    }
+
+
+def inactive_blocks(rank: SchedulerRank) -> list[int]:
+    """Block ids of the inactive list, the next victim first, by walking it."""
+    blocks = rank.blocks
+    end = len(blocks)
+    idle = [block for block in range(end) if blocks[block]["hashed"] and not blocks[block]["refs"]]
+    heads = [block for block in idle if blocks[block]["prev"] == end]
+    assert len(heads) == bool(idle)
+    found: list[int] = []
+    block = heads[0] if heads else end
+    while block != end:
+        found.append(block)
+        block = int(blocks[block]["next"])
+    return found
+
+
+def plain(value: Any) -> Any:
+    """`value` with every sequence as a list, for equality whatever the container."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return (
+            type(value).__name__,
+            *(plain(getattr(value, part.name)) for part in dataclasses.fields(value)),
+        )
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return (type(value).__name__, *map(plain, value))
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        return value
+    return [plain(item) for item in value]
+
+
+def same_fpm(mine: Any, expected: Any) -> None:
+    for name, left, right in zip(mine._fields, mine, expected, strict=True):
+        if name.startswith("var_"):
+            assert math.isclose(left, right, rel_tol=1e-9, abs_tol=1e-9), f"{name}: {left} != {right}"
+        elif name == "duration_ms":
+            assert math.isclose(left, right, rel_tol=1e-12, abs_tol=1e-9), f"{name}: {left} != {right}"
+        else:
+            assert left == right, f"{name}: {left} != {right}"
+
+
+def same_effects(mine: PassCompletionEffects, expected: PassCompletionEffects) -> None:
+    for name in ("outputs", "lifecycle_events", "kv_events", "metrics", "decode_acceptance"):
+        assert plain(getattr(mine, name)) == plain(getattr(expected, name)), name
+    same_fpm(mine.forward_pass_metrics, expected.forward_pass_metrics)
+
+
+@dataclass
+class Pair:
+    """A rank and its twin driven as one; every method compares what both answer and where both stand."""
+
+    config: EngineConfig
+    identity: RankIdentity = field(default_factory=RankIdentity)
+    timing: Any = None
+    rank: SchedulerRank = field(init=False)
+    twin: PagedModel = field(init=False)
+    now: float = field(default=0.0, init=False)
+    in_flight: tuple[RankPass, RankPass] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.rank = SchedulerRank(self.identity, self.config, timing=self.timing)
+        self.twin = PagedModel(self.identity, self.config, self.timing)
+
+    def compare(self) -> None:
+        self.rank.check_integrity()
+        self.twin.check()
+        assert rank_state(self.rank) == self.twin.state()
+        assert self.rank.metrics() == self.twin.metrics()
+        assert self.rank.is_ready() == self.twin.is_ready()
+        assert self.rank.is_drained() == self.twin.is_drained()
+        mine, expected = self.rank.stuck_head(), self.twin.stuck_head()
+        assert (mine and mine.request_id) == (expected and expected[0])
+
+    def apply(self, command: Command) -> CommandEffects:
+        pending = (None, None) if self.in_flight is None else (self.in_flight[0].pending, self.in_flight[1].pending)
+        context = CommandContext(self.now, self.in_flight is not None)
+        try:
+            expected = self.twin.apply_command(command, context, pending[1])
+        except CommandError:
+            before = self.rank.digest()
+            with pytest.raises(CommandError):
+                self.rank.apply_command(command, context, pending[0])
+            assert self.rank.digest() == before
+            raise
+        mine = self.rank.apply_command(command, context, pending[0])
+        assert plain(mine) == plain(expected)
+        if self.in_flight is not None:
+            same_effects(self.in_flight[0].pending.effects, self.in_flight[1].pending.effects)
+        self.compare()
+        return mine
+
+    def submit(self, request: Request) -> bool:
+        """Whether both accepted it; an id that is live is refused by both."""
+        if id_to_int(request.request_id) in self.twin.requests:
+            with pytest.raises(CommandError):
+                self.apply(Submit(request))
+            return False
+        self.apply(Submit(request))
+        return True
+
+    def cancel(self, request_id: int, *, discard: bool = False) -> CommandEffects:
+        return self.apply(CancelRequest(request_id, discard))
+
+    def execute(self) -> RankPass:
+        assert self.in_flight is None
+        mine, expected = self.rank.execute_pass(self.now), self.twin.execute_pass(self.now)
+        assert math.isclose(mine.end_ms, expected.end_ms, rel_tol=1e-12, abs_tol=1e-9)
+        assert mine.same_timestamp_retry == expected.same_timestamp_retry
+        assert plain(mine.start_effects) == plain(expected.start_effects)
+        same_effects(mine.pending.effects, expected.pending.effects)
+        assert bool(self.rank.header[0]["effect_free"]) == self.twin.last_pass_effect_free
+        self.in_flight = mine, expected
+        self.compare()
+        return mine
+
+    def complete(self) -> PassCompletionEffects:
+        assert self.in_flight is not None
+        mine, expected = self.in_flight
+        self.in_flight = None
+        self.now = mine.end_ms
+        shown = self.rank.complete_pass(mine.pending, self.now)
+        same_effects(shown, self.twin.complete_pass(expected.pending, self.now))
+        self.compare()
+        return shown
+
+    def step(self) -> PassCompletionEffects:
+        self.execute()
+        return self.complete()
+
+    def fail_head(self) -> bool:
+        """End a stuck head on both sides; False if nothing is stuck."""
+        if self.rank.stuck_head() is None:
+            assert self.rank.fail_head() is None
+            return False
+        assert self.rank.fail_head() == self.twin.fail_head(self.now)
+        self.compare()
+        return True
+
+    def drain(self, most: int = 2000) -> None:
+        """Passes until nothing is live; a stuck head is failed as a driver would."""
+        for _ in range(most):
+            if self.rank.is_drained():
+                return
+            if self.in_flight is None:
+                self.execute()
+            self.complete()
+            if self.twin.last_pass_effect_free:
+                assert self.fail_head(), f"no progress and nothing stuck: {self.twin.state()}"
+        raise AssertionError(f"not drained after {most} passes: {self.twin.state()}")
+
+    def reload(self) -> None:
+        """Replace the rank by a new one restored from a pickled snapshot."""
+        saved = pickle.loads(pickle.dumps(self.rank.snapshot()))
+        other = SchedulerRank(self.identity, self.config, timing=self.timing)
+        other.restore(saved)
+        assert other.digest() == self.rank.digest()
+        self.rank = other
+        self.compare()
+
+    def branch(self, passes: int, *, keep: bool) -> None:
+        """Fork, run one branch ahead, and go on with the other: both must be untouched by each other.
+
+        `keep` says which of the two is the one that runs ahead, the original or its fork.
+        """
+        other = self.rank.fork()
+        start = self.rank.digest()
+        assert other.digest() == start
+        ahead, stay = (other, self.rank) if keep else (self.rank, other)
+        now = self.now
+        for _ in range(passes):
+            outcome = ahead.execute_pass(now)
+            now = outcome.end_ms
+            ahead.complete_pass(outcome.pending, now)
+        ahead.check_integrity()
+        assert stay.digest() == start
+        self.rank = stay
+        self.compare()
+
+
+def drive_both(config: EngineConfig, identity: RankIdentity, script: Iterable[tuple[Any, ...]]) -> Pair:
+    """Run a script on both sides, comparing after every step, then drain.
+
+    Steps are ``("submit", request)``, ``("cancel", request_id, discard)``, ``("pass",)`` for a whole pass,
+    ``("execute",)`` and ``("complete",)`` for its halves (ignored where they do not apply).
+    """
+    pair = Pair(config, identity)
+    for action, *arguments in script:
+        if action == "submit":
+            pair.submit(arguments[0])
+        elif action == "cancel":
+            pair.cancel(arguments[0], discard=arguments[1])
+        elif action == "complete" and pair.in_flight is not None:
+            pair.complete()
+        elif action == "execute" and pair.in_flight is None:
+            pair.execute()
+        elif action == "pass":
+            if pair.in_flight is not None:
+                pair.complete()
+            pair.step()
+    pair.drain()
+    return pair

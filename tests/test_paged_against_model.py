@@ -1,0 +1,74 @@
+"""Kernel against twin: whatever happens, both agree after every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from histories import IDENTITIES, IDS, SCRIPTS, configs, requests
+from kvsim.config import EngineConfig
+from kvsim.contract import RankIdentity, Request
+from support import Pair, drive_both
+
+QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+
+@settings(max_examples=6000, deadline=None, suppress_health_check=QUIET)
+@given(config=configs(), identity=IDENTITIES, script=SCRIPTS)
+def test_random_histories_agree_with_the_model(
+    config: EngineConfig, identity: RankIdentity, script: list[tuple[Any, ...]]
+) -> None:
+    drive_both(config, identity, script)
+
+
+class RankMachine(RuleBasedStateMachine):
+    """Any order of commands, passes, forks and reloads."""
+
+    @initialize(config=configs(), identity=IDENTITIES)
+    def build(self, config: EngineConfig, identity: RankIdentity) -> None:
+        self.pair = Pair(config, identity)
+
+    @rule(request=requests())
+    def submit(self, request: Request) -> None:
+        self.pair.submit(request)
+
+    @rule(request_id=IDS, discard=st.booleans())
+    def cancel(self, request_id: int, discard: bool) -> None:
+        self.pair.cancel(request_id, discard=discard)
+
+    @precondition(lambda self: self.pair.in_flight is None)
+    @rule()
+    def execute(self) -> None:
+        self.pair.execute()
+
+    @precondition(lambda self: self.pair.in_flight is not None)
+    @rule()
+    def complete(self) -> None:
+        self.pair.complete()
+
+    @precondition(lambda self: self.pair.in_flight is None)
+    @rule(passes=st.integers(0, 5), keep=st.booleans())
+    def fork_and_go_on_with_either(self, passes: int, keep: bool) -> None:
+        self.pair.branch(passes, keep=keep)
+
+    @rule()
+    def restore_from_a_pickled_snapshot(self) -> None:
+        self.pair.reload()
+
+    @precondition(lambda self: self.pair.in_flight is None)
+    @rule()
+    def fail_a_stuck_head(self) -> None:
+        self.pair.fail_head()
+
+    def teardown(self) -> None:
+        if hasattr(self, "pair"):
+            self.pair.drain()
+
+
+TestRankMachine = RankMachine.TestCase
+TestRankMachine.settings = settings(
+    max_examples=80, stateful_step_count=25, deadline=None, suppress_health_check=QUIET
+)
