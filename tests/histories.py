@@ -11,7 +11,8 @@ from kvsim.config import EngineConfig, FixedTiming, PolynomialTiming
 from kvsim.contract import RankIdentity, Request
 from kvsim.layout import SEGMENT
 
-IDS = st.one_of(st.integers(1, 6), st.integers(2**64 - 1, 2**64 + 1), st.just(2**128 - 1))
+#: Few enough that cancels hit and duplicates happen.
+IDS = st.sampled_from([*range(1, 20), 2**64 - 1, 2**64, 2**128 - 1])
 RATES = st.sampled_from(["1,1,1", "0,0,0", "0,1,1", "1,0,1", "0.5,0.5,0.5", "0.85,0.3,0.1", "0.25,1,0.75", None])
 
 
@@ -22,13 +23,13 @@ def configs(draw: st.DrawFn) -> EngineConfig:
     return EngineConfig(
         backend=draw(st.sampled_from(["vllm", "vllm", "trtllm"])),
         ruleset=draw(st.sampled_from(["dynamo", "dynamo", "dynamo-1.3"])),
-        num_gpu_blocks=draw(st.integers(1, 12)),
-        block_size=draw(st.integers(2, 5)),
-        max_model_len=draw(st.one_of(st.none(), st.none(), st.integers(1, 40))),
-        max_num_seqs=draw(st.one_of(st.none(), st.integers(1, 5))),
-        max_num_batched_tokens=draw(st.one_of(st.none(), st.integers(1, 20))),
-        enable_prefix_caching=draw(st.booleans()),
-        enable_chunked_prefill=draw(st.booleans()),
+        num_gpu_blocks=draw(st.sampled_from([8, 6, 10, 4, 12, 5, 7, 16, 3, 2, 1])),
+        block_size=draw(st.sampled_from([4, 2, 3, 5])),
+        max_model_len=draw(st.sampled_from([None, None, None, 30, 20, 9, 1])),
+        max_num_seqs=draw(st.sampled_from([None, 4, 3, 2, 1, 6])),
+        max_num_batched_tokens=draw(st.sampled_from([None, 16, 12, 20, 32, 8, 5, 3, 1])),
+        enable_prefix_caching=draw(st.sampled_from([True, True, False])),
+        enable_chunked_prefill=draw(st.sampled_from([True, True, True, False])),
         preemption_mode=draw(st.sampled_from(["lifo", "fifo"])),
         worker_type=draw(st.sampled_from(["aggregated", "aggregated", "aggregated", "prefill", "decode"])),
         aic_nextn=nextn,
@@ -53,20 +54,19 @@ IDENTITIES = st.sampled_from([RankIdentity(), RankIdentity(3, 1, 4), RankIdentit
 
 @st.composite
 def requests(draw: st.DrawFn) -> Request:
-    """Prompts are cuts of few families, so that prefixes meet; outputs continue some of them."""
-    length = draw(st.one_of(st.integers(1, 12), st.integers(1, 50)))
-    family = draw(st.integers(0, 3))
-    start, step = (7, 0) if family == 3 else (family * 100, 1)
-    odd = draw(st.integers(0, length)) if draw(st.booleans()) else length
+    """Prompts are cuts of few families, so that prefixes meet; planned outputs continue the family."""
+    length = draw(st.sampled_from([8, 4, 12, 5, 9, 16, 7, 3, 1, 2, 6, 10, 20, 13, 24, 40]))
+    start, step = draw(st.sampled_from([(0, 1), (100, 1), (7, 0)]))
+    common = min(length, draw(st.sampled_from([40, 8, 4, 5, 0])))
     request_id = draw(IDS)
-    output = draw(st.one_of(st.integers(0, 3), st.integers(0, 14)))
+    output = draw(st.sampled_from([4, 8, 2, 1, 0, 3, 12, 6, 20]))
     planned = None
     if draw(st.booleans()):
         # What a longer prompt of the same family would hold: generated blocks become prefixes of prompts.
-        planned = [(start + (length + i) * step) for i in range(output)]
-    if odd == length and draw(st.booleans()):
+        planned = [start + (length + i) * step for i in range(output)]
+    if common == length and draw(st.booleans()):
         return Request.from_segments(request_id, np.array([(start, step, length)], SEGMENT), output, planned)
-    tokens = [start + i * step for i in range(odd)] + [2**32 - 1 - i for i in range(length - odd)]
+    tokens = [start + i * step for i in range(common)] + [2**32 - 1 - i - request_id % 3 for i in range(length - common)]
     return Request(request_id, tokens, output, planned)
 
 
@@ -82,4 +82,4 @@ def steps() -> st.SearchStrategy[tuple[Any, ...]]:
     )
 
 
-SCRIPTS = st.lists(steps(), min_size=1, max_size=25)
+SCRIPTS = st.lists(steps(), min_size=6, max_size=40)

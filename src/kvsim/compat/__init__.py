@@ -1,0 +1,1 @@
+"""Faces for users of other tools."""
