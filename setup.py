@@ -18,8 +18,9 @@ from setuptools import Extension, setup
 PROFILE = os.environ.get("KVSIM_BUILD", "release")
 # -ffp-contract=off: a fused multiply-add would change the last bit between machines.
 FLAGS = ["-O3", "-ffp-contract=off", "-fno-strict-aliasing", "-Wno-unused-function", "-Wno-unreachable-code"]
-CHECKED = {"boundscheck": True, "overflowcheck": False, "initializedcheck": True, "nonecheck": True}
-RELEASE = {"boundscheck": False, "overflowcheck": False, "initializedcheck": False, "nonecheck": False}
+# Not nonecheck: it needs the GIL, which kernels do not hold.
+CHECKED = {"boundscheck": True, "overflowcheck": False, "initializedcheck": True}
+RELEASE = {"boundscheck": False, "overflowcheck": False, "initializedcheck": False}
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g"]
 CHECK = ("KVSIM_CHECK", "1")
 PROFILES = {  # directives, macros, compiler flags, linker flags
@@ -32,6 +33,12 @@ if PROFILE not in PROFILES:
     raise SystemExit(f"KVSIM_BUILD: must be one of {', '.join(PROFILES)}, got {PROFILE!r}")
 directives, macros, compile_args, link_args = PROFILES[PROFILE]
 
+# Objects of one profile must not be taken for those of another: all depend on a file that is written when it changes.
+STAMP = Path("build/profile")
+if not STAMP.exists() or STAMP.read_text() != PROFILE:
+    STAMP.parent.mkdir(exist_ok=True)
+    STAMP.write_text(PROFILE)
+
 extensions = [
     Extension(
         f"kvsim._core.{path.stem}",
@@ -40,7 +47,7 @@ extensions = [
         define_macros=[("NPY_NO_DEPRECATED_API", "NPY_2_0_API_VERSION"), *macros],
         extra_compile_args=compile_args,
         extra_link_args=link_args,
-        depends=[str(header) for header in sorted(Path("src/kvsim/_core").glob("*.pxd"))],
+        depends=["setup.py", str(STAMP), *map(str, sorted(Path("src/kvsim/_core").glob("*.pxd")))],
     )
     for path in sorted(Path("src/kvsim/_core").glob("*.pyx"))
 ]
@@ -50,6 +57,13 @@ setup(
         extensions,
         build_dir=f"build/cython-{PROFILE}",
         include_path=["src"],
-        compiler_directives={"language_level": "3", "wraparound": False, "cdivision": True, "binding": True, **directives},
+        compiler_directives={
+            "language_level": "3",
+            "wraparound": False,
+            "cdivision": True,
+            "binding": True,
+            **directives,
+        },
     ),
+    options={"build_ext": {"parallel": os.cpu_count()}},
 )

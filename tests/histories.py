@@ -43,7 +43,11 @@ def configs(draw: st.DrawFn) -> EngineConfig:
         decode_speedup_ratio=1.0 if nextn is not None else draw(st.sampled_from([0.0, 1.0, 3.0])),
         timing_model=draw(
             st.sampled_from(
-                [PolynomialTiming(), FixedTiming(prefill_ms=10.0, decode_ms=3.0), FixedTiming(prefill_ms=0, decode_ms=0)]
+                [
+                    PolynomialTiming(),
+                    FixedTiming(prefill_ms=10.0, decode_ms=3.0),
+                    FixedTiming(prefill_ms=0, decode_ms=0),
+                ]
             )
         ),
     )
@@ -66,7 +70,9 @@ def requests(draw: st.DrawFn) -> Request:
         planned = [start + (length + i) * step for i in range(output)]
     if common == length and draw(st.booleans()):
         return Request.from_segments(request_id, np.array([(start, step, length)], SEGMENT), output, planned)
-    tokens = [start + i * step for i in range(common)] + [2**32 - 1 - i - request_id % 3 for i in range(length - common)]
+    tokens = [start + i * step for i in range(common)] + [
+        2**32 - 1 - i - request_id % 3 for i in range(length - common)
+    ]
     return Request(request_id, tokens, output, planned)
 
 

@@ -21,6 +21,7 @@ from kvsim.contract import (
     RankIdentity,
     RankPass,
     Request,
+    Stored,
     Submit,
     id_to_int,
 )
@@ -271,3 +272,134 @@ def drive_both(config: EngineConfig, identity: RankIdentity, script: Iterable[tu
             pair.step()
     pair.drain()
     return pair
+
+
+# ---------------------------------------------------------------- a rank alone, for scenarios with known numbers
+
+
+@dataclass(frozen=True)
+class Step:
+    """Everything one whole pass showed."""
+
+    start_ms: float
+    end_ms: float
+    start: Any
+    effects: PassCompletionEffects
+
+    @property
+    def admitted(self) -> dict[int, int]:
+        """Request id -> reused tokens, in admission order."""
+        return {item.request_id: item.reused_input_tokens for item in self.start.admissions}
+
+    @property
+    def outputs(self) -> list[Any]:
+        return list(self.effects.outputs)
+
+    @property
+    def tokens(self) -> list[tuple[int, int | None]]:
+        return [(output.request_id, output.token_id) for output in self.outputs]
+
+    @property
+    def ended(self) -> list[tuple[int, bool]]:
+        """(request id, rejected) of the requests that ended."""
+        return [(output.request_id, output.rejected) for output in self.outputs if output.completed]
+
+    @property
+    def events(self) -> list[Any]:
+        return [*self.start.kv_events, *self.effects.kv_events]
+
+    @property
+    def stored(self) -> list[Any]:
+        return [event.data for event in self.events if isinstance(event.data, Stored)]
+
+    @property
+    def fpm(self) -> Any:
+        return self.effects.forward_pass_metrics
+
+
+class Engine:
+    """A rank with a clock: `step` is a pass executed now and completed at its own end."""
+
+    def __init__(self, identity: RankIdentity | None = None, *, timing: Any = None, policy: Any = None, **fields: Any):
+        fields.setdefault("block_size", 4)
+        fields.setdefault("speedup_ratio", 0.0)
+        self.config = EngineConfig(**fields)
+        self.rank = SchedulerRank(identity or RankIdentity(), self.config, timing=timing, policy=policy)
+        self.now = 0.0
+
+    def submit(
+        self, request_id: Any, tokens: Any, out: int = 1, planned: Any = None, *, at: float | None = None
+    ) -> CommandEffects:
+        request = Request(request_id, list(tokens), out, planned)
+        return self.rank.apply_command(Submit(request), CommandContext(self.now if at is None else at))
+
+    def cancel(self, request_id: Any, *, discard: bool = False) -> CommandEffects:
+        return self.rank.apply_command(CancelRequest(request_id, discard), CommandContext(self.now))
+
+    def step(self, at: float | None = None) -> Step:
+        start = self.now if at is None else at
+        outcome = self.rank.execute_pass(start)
+        self.rank.check_integrity()
+        effects = self.rank.complete_pass(outcome.pending, outcome.end_ms)
+        self.now = outcome.end_ms
+        return Step(start, outcome.end_ms, outcome.start_effects, effects)
+
+    def drain(self, most: int = 500, *, at: float | None = None) -> list[Step]:
+        """Steps until nothing is live; fails if that does not happen."""
+        steps = []
+        while not self.rank.is_drained():
+            assert len(steps) < most, f"{self.rank.metrics()} after {most} passes"
+            steps.append(self.step(at))
+        return steps
+
+    def row(self, request_id: Any) -> Any:
+        row = self.rank.request_row(request_id)
+        assert row is not None, f"request {request_id} is gone"
+        return row
+
+    def status(self, request_id: Any) -> str:
+        return STATUS[int(self.row(request_id)["status"])]
+
+    def ids(self, which: str) -> list[int]:
+        """Request ids of ``running`` or ``waiting``, in order."""
+        result: list[int] = rank_state(self.rank)[which]
+        return result
+
+    @property
+    def active(self) -> int:
+        return self.rank.metrics().active_blocks
+
+    @property
+    def inactive(self) -> int:
+        return self.rank.metrics().inactive_blocks
+
+
+class RouterIndex:
+    """What a router makes of a stream of KV events; any inconsistency is an error."""
+
+    def __init__(self) -> None:
+        self.present: set[int] = set()
+        self.next_id = 0
+        self.stores = 0
+        self.removals = 0
+
+    def replay(self, events: Iterable[Any]) -> None:
+        for event in events:
+            assert event.event_id == self.next_id, f"event {event.event_id} where {self.next_id} was due"
+            self.next_id += 1
+            if isinstance(event.data, Stored):
+                self._store(event.data)
+            else:
+                for block in event.data.block_hashes:
+                    assert block in self.present, f"removed block {block} is not present"
+                    self.present.remove(block)
+                    self.removals += 1
+
+    def _store(self, data: Stored) -> None:
+        assert data.blocks, "an event without blocks"
+        parent = data.parent_hash
+        assert parent is None or parent in self.present, f"parent {parent} is not present"
+        for block in data.blocks:
+            assert block.block_hash not in self.present, f"block {block.block_hash} is stored twice"
+            self.present.add(block.block_hash)
+            self.stores += 1

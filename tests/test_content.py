@@ -1,6 +1,7 @@
 """The content kernel against its rules, its twins and recorded numbers."""
 
 import gzip
+import itertools
 import json
 import pickle
 import random
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsim._core import content
-from kvsim.layout import REQUEST_SPEC, SEGMENT
+from kvsim.layout import REQUEST_SPEC, RUN, SEGMENT
 from model.hashing import ChaCha12, chain, synthetic_token
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -23,6 +24,7 @@ NO_LIMIT = 2**63 - 1
 NO_TOKENS = np.empty(0, np.uint32)
 NO_SEGMENTS = np.empty(0, SEGMENT)
 BLOCK_SIZES = [1, 2, 3, 16, 64, 100, 512]
+PAGE_SIZES = [1, 2, 3, 16, 64]
 
 
 def segments_of(*runs):
@@ -264,6 +266,128 @@ def test_content_beyond_the_limit_is_neither_hashed_nor_made_up():
     assert hashes.tolist() == [block[0] for block in chain(range(1, 41), 16)]
 
 
+# --- Runs of equal pages ---
+
+
+def plain_runs(pages):
+    """(key, pages) of the longest runs of equal pages; `pages` as of model.hashing.chain."""
+    return [(key, len(list(group))) for key, group in itertools.groupby(local for _, local in pages)]
+
+
+def plain_head(pages, page_size):
+    """Sequence hash of the first pages with at least 32 tokens, 0 if there are fewer."""
+    for index, (sequence, _) in enumerate(pages):
+        if (index + 1) * page_size >= 32:
+            return sequence
+    return 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(asked(), max_size=5),
+    st.sampled_from(PAGE_SIZES),
+    st.one_of(st.just(NO_LIMIT), st.integers(0, 1500)),
+)
+def test_runs_workload_equals_the_plain_twin(requests, page_size, max_tokens):
+    tables = tables_of(requests)
+    chains = [chain(request.content(max_tokens), page_size) for request in requests]
+
+    runs, offsets, heads = content.runs_workload(*tables, page_size, max_tokens, False)
+
+    expected = [plain_runs(pages) for pages in chains]
+    assert offsets.tolist() == [0, *itertools.accumulate(map(len, expected))]
+    assert runs[["key", "pages"]].tolist() == [run for rows in expected for run in rows]
+    assert not runs["seq"].any()
+    assert heads.tolist() == [plain_head(pages, page_size) for pages in chains]
+    assert (runs.dtype, offsets.dtype, heads.dtype) == (RUN, np.int64, np.uint64)
+
+    hashes, local, first_page = content.hash_workload(*tables, page_size, max_tokens, True)
+    runs, offsets, hashed_heads = content.runs_workload(*tables, page_size, max_tokens, True)
+
+    assert runs["seq"].tolist() == hashes.tolist()
+    assert runs["key"].tolist() == local.tolist()
+    assert (runs["pages"] == 1).all()
+    assert offsets.tolist() == first_page.tolist()
+    assert hashed_heads.tolist() == heads.tolist()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(prompts, max_size=4),
+    asked(),
+    st.sampled_from(PAGE_SIZES),
+    st.one_of(st.just(NO_LIMIT), st.integers(0, 1500)),
+)
+def test_runs_parts_equals_the_plain_twin(prompts, tail, page_size, max_tokens):
+    parts = [segments_of(*prompt.runs) if prompt.ids is None else tokens_of(*prompt.ids) for prompt in prompts]
+    spelled_out = [token for prompt in prompts for token in prompt.spelled_out()]
+    outputs = tail.outputs if tail.outputs is None else tokens_of(*tail.outputs, 99)
+    made = tail._replace(prompt=Prompt([], spelled_out), n_input=len(spelled_out))
+    pages = chain(made.content(max_tokens), page_size)
+    arguments = (tail.request_id >> 64, tail.request_id % 2**64, tail.n_output, page_size, max_tokens)
+
+    runs, head = content.runs_parts(parts, outputs, *arguments, False)
+
+    assert runs.tolist() == [(key, 0, n) for key, n in plain_runs(pages)]
+    assert head == plain_head(pages, page_size)
+    runs, hashed_head = content.runs_parts(parts, outputs, *arguments, True)
+    assert runs.tolist() == [(local, sequence, 1) for sequence, local in pages]
+    assert hashed_head == head
+    assert runs.dtype == RUN
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_equal_pages_are_one_run_wherever_they_come_from(page_size):
+    # The same token from segments of both steps, across borders, and from the planned outputs.
+    runs = [(5, 0, 2 * page_size + 1), (5, 1, 1), (5, 0, 3 * page_size), (5, 0, 0), (5, 0, page_size - 1)]
+    request = Asked(1, Prompt(runs, None), 6 * page_size + 1, [5] * (page_size - 1), page_size - 1)
+    rows, offsets, _ = content.runs_workload(*tables_of([request, request]), page_size, NO_LIMIT, False)
+    assert rows["pages"].tolist() == [7, 7]
+    assert offsets.tolist() == [0, 1, 2]
+    rows, _ = content.runs_parts([np.full(9 * page_size, 5, np.uint32)], None, 0, 0, 0, page_size, NO_LIMIT, False)
+    assert rows["pages"].tolist() == [9]
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_heads_tell_apart_the_first_32_tokens_and_no_others(page_size):
+    length = -(-32 // page_size) * page_size
+    beginnings = [[7] * length, [*[7] * (length - 1), 8], [8, *[7] * (length - 1)]]
+    requests = [
+        Asked(0, Prompt([], start + end), length + len(end), [], 0) for start in beginnings for end in ([], [1])
+    ]
+    requests.append(Asked(0, Prompt([(7, 0, length - 1)], None), length - 1, [7, 7], 2))
+    requests.append(Asked(0, Prompt([(7, 0, length - 1)], None), length - 1, [], 0))
+    heads = content.runs_workload(*tables_of(requests), page_size, NO_LIMIT, False)[2].tolist()
+    assert heads[0] == heads[1] == heads[6] != 0
+    assert heads[2] == heads[3]
+    assert heads[4] == heads[5]
+    assert len({*heads[:6], 0}) == 4
+    assert heads[7] == 0
+    cut = content.runs_workload(*tables_of(requests), page_size, length - 1, False)[2]
+    assert not cut.any()
+
+
+def test_a_run_of_any_length_is_one_row():
+    specs, *tables = tables_of([Asked(1, Prompt([(9, 0, 2**61)], None), 0, [], 0)])
+    specs["input_tokens"] = 2**61
+    runs, _, heads = content.runs_workload(specs, *tables, 1, NO_LIMIT, False)
+    key = chain([9], 1)[0][1]
+    assert runs.tolist() == [(key, 0, 2**61)]
+    runs, head = content.runs_parts([segments_of((9, 0, 2**61))], None, 0, 0, 0, 1, NO_LIMIT, False)
+    assert runs.tolist() == [(key, 0, 2**61)]
+    assert head == heads[0] == chain([9] * 32, 1)[31][0]
+
+
+def test_runs_of_no_request_and_of_no_page_are_empty():
+    for with_hashes in (False, True):
+        runs, offsets, heads = content.runs_workload(
+            np.empty(0, REQUEST_SPEC), NO_SEGMENTS, NO_TOKENS, NO_TOKENS, 1, 0, with_hashes
+        )
+        assert (runs.size, offsets.tolist(), heads.size) == (0, [0], 0)
+        runs, head = content.runs_parts([tokens_of(1, 2)], None, 0, 0, 5, 2**60, NO_LIMIT, with_hashes)
+        assert (runs.size, head) == (0, 0)
+
+
 # --- Output ids ---
 
 
@@ -434,6 +558,9 @@ def test_a_row_that_leaves_its_tables_is_named(changes, message):
     with pytest.raises(ValueError, match=r"specs\[0\]\.") as caught:
         content.hash_workload(*one_request(**changes), 16, NO_LIMIT, False)
     assert message in str(caught.value)
+    with pytest.raises(ValueError, match=r"specs\[0\]\.") as caught:
+        content.runs_workload(*one_request(**changes), 16, NO_LIMIT, False)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -467,6 +594,10 @@ def test_a_block_size_out_of_range_is_refused(block_size):
         content.hash_workload(*one_request(), block_size, NO_LIMIT, False)
     with pytest.raises(ValueError, match="block_size: must be a whole number in 1"):
         content.hash_parts([], None, 0, 1, 0, block_size, NO_LIMIT, False)
+    with pytest.raises(ValueError, match="page_size: must be a whole number in 1"):
+        content.runs_workload(*one_request(), block_size, NO_LIMIT, False)
+    with pytest.raises(ValueError, match="page_size: must be a whole number in 1"):
+        content.runs_parts([], None, 0, 1, 0, block_size, NO_LIMIT, False)
 
 
 def test_other_numbers_out_of_range_are_named():

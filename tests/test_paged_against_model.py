@@ -1,7 +1,11 @@
-"""Kernel against twin: whatever happens, both agree after every step."""
+"""Kernel against twin: whatever happens, both agree after every step.
+
+``KVSIM_EXAMPLES`` sets the number of random histories (default 400), for long runs.
+"""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
@@ -13,10 +17,11 @@ from kvsim.config import EngineConfig
 from kvsim.contract import RankIdentity, Request
 from support import Pair, drive_both
 
+EXAMPLES = int(os.environ.get("KVSIM_EXAMPLES", "400"))
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
-@settings(max_examples=6000, deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=QUIET)
 @given(config=configs(), identity=IDENTITIES, script=SCRIPTS)
 def test_random_histories_agree_with_the_model(
     config: EngineConfig, identity: RankIdentity, script: list[tuple[Any, ...]]
@@ -70,5 +75,5 @@ class RankMachine(RuleBasedStateMachine):
 
 TestRankMachine = RankMachine.TestCase
 TestRankMachine.settings = settings(
-    max_examples=80, stateful_step_count=25, deadline=None, suppress_health_check=QUIET
+    max_examples=max(1, EXAMPLES // 5), stateful_step_count=25, deadline=None, suppress_health_check=QUIET
 )

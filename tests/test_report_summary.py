@@ -164,9 +164,7 @@ def test_a_single_token_gives_no_time_per_output_token():
 
 def test_a_burst_has_zero_gaps_and_no_rate_for_them():
     first, second = [42.0, 42.0], [42.0]
-    summary = summary_of(
-        completed(tokens=first), completed(tokens=second), gaps=gaps_of(first, second)
-    )
+    summary = summary_of(completed(tokens=first), completed(tokens=second), gaps=gaps_of(first, second))
     assert (summary["min_itl_ms"], summary["max_itl_ms"]) == (0.0, 0.0)
     assert summary["mean_output_token_throughput_per_user"] is None
     assert (summary["mean_ttft_ms"], summary["mean_tpot_ms"], summary["total_output_tokens"]) == (42.0, 0.0, 3)

@@ -1,1 +1,138 @@
-"""kvsim: a fast, step-exact simulator of LLM serving engines."""
+"""kvsim: a fast, step-exact simulator of LLM serving engines.
+
+The public names are here; each is imported from its module when it is first
+used, so that ``import kvsim`` costs a few milliseconds.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kvsim.replay import replay
+
+if TYPE_CHECKING:
+    from kvsim.config import (
+        EngineConfig,
+        ExternalTiming,
+        FixedTiming,
+        NativeHostOffload,
+        NpzTiming,
+        PolynomialTiming,
+        SglangConfig,
+        TrtllmConfig,
+        load_config,
+        parse_config,
+    )
+    from kvsim.contract import (
+        ActivateDestination,
+        CancelDestination,
+        CancelRequest,
+        CancelSource,
+        CommandContext,
+        RankIdentity,
+        ReleaseSource,
+        Request,
+        ReserveDestination,
+        Submit,
+        SubmitHandoffPrefill,
+        TimingModel,
+    )
+    from kvsim.errors import (
+        CommandError,
+        ConfigError,
+        IntegrityError,
+        KvsimError,
+        PoisonedError,
+        SnapshotError,
+        TimingError,
+        WorkloadError,
+    )
+    from kvsim.layout import FailReason, RequestStatus
+    from kvsim.policies import Directive, Policy, register_policy
+    from kvsim.rank import RankSnapshot, SchedulerRank
+    from kvsim.report import ReplayResult, Sla
+    from kvsim.workload import Workload, load_workload
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ActivateDestination",
+    "CancelDestination",
+    "CancelRequest",
+    "CancelSource",
+    "CommandContext",
+    "CommandError",
+    "ConfigError",
+    "Directive",
+    "EngineConfig",
+    "ExternalTiming",
+    "FailReason",
+    "FixedTiming",
+    "IntegrityError",
+    "KvsimError",
+    "NativeHostOffload",
+    "NpzTiming",
+    "PoisonedError",
+    "Policy",
+    "PolynomialTiming",
+    "RankIdentity",
+    "RankSnapshot",
+    "ReleaseSource",
+    "ReplayResult",
+    "Request",
+    "RequestStatus",
+    "ReserveDestination",
+    "SchedulerRank",
+    "SglangConfig",
+    "Sla",
+    "SnapshotError",
+    "Submit",
+    "SubmitHandoffPrefill",
+    "TimingError",
+    "TimingModel",
+    "TrtllmConfig",
+    "Workload",
+    "WorkloadError",
+    "__version__",
+    "load_config",
+    "load_workload",
+    "parse_config",
+    "register_policy",
+    "replay",
+]
+
+#: Module -> the public names that live in it, beside those above.
+_HOMES = {
+    "config": (
+        "EngineConfig ExternalTiming FixedTiming NativeHostOffload NpzTiming PolynomialTiming SglangConfig "
+        "TrtllmConfig load_config parse_config"
+    ),
+    "contract": (
+        "ActivateDestination CancelDestination CancelRequest CancelSource CommandContext RankIdentity ReleaseSource "
+        "Request ReserveDestination Submit SubmitHandoffPrefill TimingModel"
+    ),
+    "errors": (
+        "CommandError ConfigError IntegrityError KvsimError PoisonedError SnapshotError TimingError WorkloadError"
+    ),
+    "layout": "FailReason RequestStatus",
+    "policies": "Directive Policy register_policy",
+    "rank": "RankSnapshot SchedulerRank",
+    "report": "ReplayResult Sla",
+    "workload": "Workload load_workload",
+}
+_HOME_OF = {name: f"kvsim.{module}" for module, names in _HOMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return import_module(f"kvsim.{name}")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

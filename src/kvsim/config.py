@@ -52,11 +52,11 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of configuration objects: immutable, keyword only, unknown keys are errors."""
 
 
-class PolynomialTiming(_Strict, tag="polynomial", tag_field="type"):
+class PolynomialTiming(_Strict, frozen=True, tag="polynomial", tag_field="type"):
     """The built-in polynomial of timing-and-fpm.md section 2."""
 
 
-class FixedTiming(_Strict, tag="fixed", tag_field="type"):
+class FixedTiming(_Strict, frozen=True, tag="fixed", tag_field="type"):
     """Constant pass times.
 
     Parameters
@@ -73,7 +73,7 @@ class FixedTiming(_Strict, tag="fixed", tag_field="type"):
         _number(self, "decode_ms", at="timing_model.")
 
 
-class NpzTiming(_Strict, tag="npz", tag_field="type"):
+class NpzTiming(_Strict, frozen=True, tag="npz", tag_field="type"):
     """A profile file, arrays as in timing-and-fpm.md section 2.1.
 
     Parameters
@@ -89,7 +89,7 @@ class NpzTiming(_Strict, tag="npz", tag_field="type"):
             raise ConfigError("timing_model.path", f"expected the path of an .npz file, got {self.path!r}")
 
 
-class ExternalTiming(_Strict, tag="external", tag_field="type"):
+class ExternalTiming(_Strict, frozen=True, tag="external", tag_field="type"):
     """A model supplied as an object when the rank or the run is built.
 
     Parameters
@@ -111,7 +111,7 @@ class ExternalTiming(_Strict, tag="external", tag_field="type"):
 TimingSpec: TypeAlias = PolynomialTiming | FixedTiming | NpzTiming | ExternalTiming
 
 
-class SglangConfig(_Strict):
+class SglangConfig(_Strict, frozen=True):
     """Options of the SGLang scheduler (spec/sglang.md section 1)."""
 
     schedule_policy: Literal["fifo", "lpm"] = "fifo"
@@ -129,7 +129,7 @@ class SglangConfig(_Strict):
         _number(self, "schedule_conservativeness", at=at)
 
 
-class TrtllmConfig(_Strict):
+class TrtllmConfig(_Strict, frozen=True):
     """Options of the TensorRT-LLM scheduler."""
 
     capacity_scheduler_policy: Literal["guaranteed_no_evict"] = "guaranteed_no_evict"
@@ -138,7 +138,7 @@ class TrtllmConfig(_Strict):
         _choice(self, "capacity_scheduler_policy", ("guaranteed_no_evict",), at="trtllm.")
 
 
-class NativeHostOffload(_Strict):
+class NativeHostOffload(_Strict, frozen=True):
     """Write-through KV tier in host memory (spec/host-offload.md part A).
 
     Parameters
@@ -160,7 +160,7 @@ class NativeHostOffload(_Strict):
         _number(self, "h2d_bandwidth_gbps", at=at)
 
 
-class EngineConfig(_Strict):
+class EngineConfig(_Strict, frozen=True):
     """Configuration of one scheduler rank.
 
     Parameters
@@ -181,6 +181,8 @@ class EngineConfig(_Strict):
     max_num_batched_tokens : int or None
         Token budget of a pass; None is unlimited.
     enable_prefix_caching, enable_chunked_prefill : bool
+    prefill_decode_interval : int
+        SGLang: passes without prefill after one that computed prompt tokens.
     speedup_ratio, decode_speedup_ratio : float
         Divide durations; finite, >= 0; 0 leaves them as they are.
     aic_nextn : int or None
@@ -221,6 +223,7 @@ class EngineConfig(_Strict):
     max_num_batched_tokens: int | None = 8192
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    prefill_decode_interval: int = 0
     speedup_ratio: float = 1.0
     decode_speedup_ratio: float = 1.0
     aic_nextn: int | None = None
@@ -254,6 +257,7 @@ class EngineConfig(_Strict):
         _integer(self, "max_num_batched_tokens", 1, optional=True)
         _boolean(self, "enable_prefix_caching")
         _boolean(self, "enable_chunked_prefill")
+        _integer(self, "prefill_decode_interval", 0)
         _number(self, "speedup_ratio")
         _number(self, "decode_speedup_ratio")
         self._check_speculation()
@@ -291,6 +295,8 @@ class EngineConfig(_Strict):
             if not isinstance(getattr(self, name), kind):
                 raise ConfigError(name, f"expected a {kind.__name__}, got {getattr(self, name)!r}")
         if self.backend != "sglang":
+            if self.prefill_decode_interval:
+                raise ConfigError("prefill_decode_interval", f"needs backend sglang, got {self.prefill_decode_interval}")
             return
         if not self.enable_chunked_prefill:
             raise ConfigError("enable_chunked_prefill", "must be true for backend sglang")
@@ -321,7 +327,8 @@ class EngineConfig(_Strict):
         if block_bytes * offload.num_host_blocks > _MAX_U64:
             raise ConfigError(
                 "native_host_offload.num_host_blocks",
-                f"num_host_blocks * block_size * kv_cache_bytes_per_token overflows 64 bits, got {offload.num_host_blocks}",
+                "num_host_blocks * block_size * kv_cache_bytes_per_token overflows 64 bits, "
+                f"got {offload.num_host_blocks}",
             )
         for field_name in ("d2h_bandwidth_gbps", "h2d_bandwidth_gbps"):
             gbps = getattr(offload, field_name)
@@ -369,9 +376,7 @@ class EngineConfig(_Strict):
 # ---------------------------------------------------------------- checks of one field
 
 
-def _integer(
-    owner: Any, name: str, low: int, high: int = _MAX_I32, *, optional: bool = False, at: str = ""
-) -> None:
+def _integer(owner: Any, name: str, low: int, high: int = _MAX_I32, *, optional: bool = False, at: str = "") -> None:
     value = getattr(owner, name)
     if value is None and optional:
         return
@@ -500,10 +505,7 @@ def load_config(path: str | Path, *, overrides: Mapping[str, Any] | None = None)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("", f"{path}: cannot be read: {error}") from None
     decode: Callable[[str], Any]
-    if path.suffix == ".json":
-        decode = msgspec.json.decode
-    else:
-        decode = msgspec.yaml.decode
+    decode = msgspec.json.decode if path.suffix == ".json" else msgspec.yaml.decode
     try:
         values = decode(text)
     except msgspec.DecodeError as error:

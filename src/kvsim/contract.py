@@ -308,7 +308,7 @@ class Noop:
 
 
 class SameTimestampRetry(enum.Enum):
-    """Hint of an effect-free zero-duration pass: is it worth trying again at the same instant?"""
+    """Hint of an effect-free zero-duration pass: whether to try again at the same instant."""
 
     NOT_APPLICABLE = "not_applicable"
     RETRY = "retry"

@@ -41,10 +41,11 @@ def check_rank(state: Any) -> None:
     _same("num_live", header["num_live"], len(live))
 
     held = np.zeros(len(blocks), np.int64)
-    for slot in live:
+    for slot in live.tolist():
         row = requests[slot]
         _require(
-            row["n_blocks"] <= 0 or row["table"] >= 0, f"request row {slot} owns {row['n_blocks']} blocks without a table"
+            row["n_blocks"] <= 0 or row["table"] >= 0,
+            f"request row {slot} owns {row['n_blocks']} blocks without a table",
         )
         owned = tables[row["table"] : row["table"] + row["n_blocks"]] if row["n_blocks"] else tables[:0]
         _require(len(np.unique(owned)) == len(owned), f"request row {slot} lists a block twice")
@@ -75,7 +76,7 @@ def _check_request(row: Any, slot: int, config: Any) -> None:
 
 def _check_pool(state: Any, config: Any, header: Any, blocks: Any) -> None:
     sentinel = int(config["num_blocks"])
-    inactive = []
+    inactive: list[int] = []
     end = state.view("sentinel")[0]
     before, block = sentinel, int(end["next"])
     while block != sentinel:
@@ -106,7 +107,8 @@ def _check_queues(state: Any, config: Any, header: Any, requests: Any) -> None:
     running = state.view("running")
     _require((requests["status"][running] == _RUNNING).all(), "a request in `running` is not running")
     _same("running requests", len(np.unique(running)), (requests["status"] == _RUNNING).sum())
-    waiting, before, slot = [], -1, int(header["waiting_head"])
+    waiting: list[int] = []
+    before, slot = -1, int(header["waiting_head"])
     while slot >= 0:
         _require(len(waiting) <= len(requests), "the waiting list does not end")
         _same(f"request row {slot}: prev", requests[slot]["prev"], before)
@@ -128,7 +130,7 @@ def _check_queues(state: Any, config: Any, header: Any, requests: Any) -> None:
     _same("running_completion", header["running_completion"], (-(-total // config["block_size"])).sum())
     ids = {(int(row["id_hi"]), int(row["id_lo"])) for row in requests[requests["status"] != 0]}
     _same("distinct ids", len(ids), int(header["num_live"]))
-    for slot in np.flatnonzero(requests["status"]):
+    for slot in np.flatnonzero(requests["status"]).tolist():
         row = requests[slot]
         _same("row found by id", state.find(int(row["id_hi"]), int(row["id_lo"])), slot)
 

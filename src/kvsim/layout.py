@@ -20,12 +20,16 @@ __all__ = [
     "EVENT_BLOCK",
     "HASH_SLOT",
     "HEADER",
+    "LEASE",
+    "NODE",
     "OUTPUT_RECORD",
     "PASS_RECORD",
     "PRESSURE",
+    "RADIX",
     "REQUEST",
     "REQUEST_RECORD",
     "REQUEST_SPEC",
+    "RUN",
     "SEGMENT",
     "SIGNAL",
     "FailReason",
@@ -61,6 +65,15 @@ class FailReason(enum.IntEnum):
 
 #: A run of prompt tokens: token ``j`` is ``(start + j * step) mod 2**32``, ``step`` in {0, 1}.
 SEGMENT = np.dtype([("start", "<u4"), ("step", "<u4"), ("length", "<i8")])
+
+#: Equal pages in a row, the content of a request for the radix engine.
+RUN = np.dtype(
+    [
+        ("key", "<u8"),  # local hash of each page
+        ("seq", "<u8"),  # sequence hash of the last page, kept only with events
+        ("pages", "<i8"),  # how many
+    ]
+)
 
 #: What a request asks for: read-only input of a run, one row per request in release order.
 REQUEST_SPEC = np.dtype(
@@ -152,7 +165,16 @@ CONFIG = np.dtype(
         ("ask_order", "<i4"),  # the policy orders the waiting requests
         ("giveback", "<i4"),  # cached blocks computed again for the drafter
         ("keep_locals", "<i4"),  # local hashes are kept with the content
-        ("unused", "<i4"),
+        ("engine", "<i4"),  # engine_kind
+        ("lpm", "<i4"),  # radix: longest prefix match first
+        ("legacy", "<i4"),  # radix: generation `dynamo-1.3`
+        ("max_prefill", "<i8"),  # radix: computed prompt tokens per pass
+        ("chunk", "<i8"),  # radix: chunk budget per pass
+        ("clip", "<i8"),  # radix: output tokens reserved at most
+        ("prefill_interval", "<i8"),  # radix: passes without prefill after one with
+        ("init_ratio", "<f8"),  # radix: new-token ratio
+        ("min_ratio", "<f8"),
+        ("ratio_decay", "<f8"),
         ("accept_rates", "<f8", (MAX_DRAFTS,)),
     ]
 )
@@ -255,6 +277,64 @@ HASH_SLOT = np.dtype(
     ]
 )
 
+#: What a request of the radix engine owns, by request row.
+LEASE = np.dtype(
+    [
+        ("node", "<i4"),  # deepest node it locks, 0 (the root): none
+        ("pages", "<i4"),  # pages owned, those of the tree included
+        ("cached", "<i4"),  # leading pages that lie in the tree
+        ("run", "<i4"),  # first run of its content behind `cached` ...
+        ("run_offset", "<i8"),  # ... and pages of that run before it
+        ("late", "<i4"),  # prompt too long for the model: rejected by the next pass
+        ("unused", "<i4"),
+    ]
+)
+
+#: A node of the radix tree and the edge that leads to it.
+NODE = np.dtype(
+    [
+        ("last_access", "<i8"),  # logical clock
+        ("ordinal", "<i8"),  # order of creation
+        ("pages", "<i8"),  # on the edge
+        ("parent", "<i4"),  # NO_NODE: the root, or an unused row
+        ("lock_refs", "<i4"),  # leases whose path goes through here
+        ("children", "<i4"),
+        ("keys", "<i4"),  # first run of the edge in the heap of runs
+        ("num_runs", "<i4"),
+        ("span", "<i4"),  # span of that heap, of 2**span_class runs
+        ("span_class", "<i4"),
+        ("heap_at", "<i4"),  # place in the eviction heap, -1: not an unlocked leaf
+        ("next", "<i4"),  # list of unused rows
+        ("live", "<i4"),
+    ]
+)
+
+#: Every scalar of a radix tree, one row.
+RADIX = np.dtype(
+    [
+        ("available", "<i8"),  # pages that nobody owns
+        ("evictable", "<i8"),  # pages of unlocked nodes
+        ("protected", "<i8"),  # pages of locked nodes
+        ("clock", "<i8"),  # ticks once per operation on the tree
+        ("next_ordinal", "<i8"),
+        ("num_nodes", "<i8"),  # rows ever used, the root included
+        ("live_nodes", "<i8"),
+        ("heap_size", "<i8"),
+        ("runs_used", "<i8"),  # bump pointer of the heap of runs
+        ("decode_passes", "<i8"),  # passes with a decoding request
+        ("late_requests", "<i8"),  # waiting prompts that are too long
+        ("countdown", "<i8"),  # passes that may not prefill yet
+        ("new_token_ratio", "<f8"),
+        ("hit_tokens", "<i8"),  # prompt tokens found in the cache by the last pass
+        ("total_tokens", "<i8"),  # and those looked up
+        ("free_node", "<i4"),
+        ("flush", "<i4"),  # buffered events may be handed out
+        ("retry", "<i4"),  # the ratio changed in the last pass
+        ("flushed", "<i4"),  # leading events of the buffer that were handed out
+        ("run_free", "<i4", (TABLE_CLASSES,)),
+    ]
+)
+
 #: A KV event; its blocks are `count` rows of EVENT_BLOCK from `first`.
 EVENT = np.dtype(
     [
@@ -317,6 +397,8 @@ PRESSURE = np.dtype(
         ("active_before", "<i8"),
         ("active_after", "<i8"),
         ("request_blocks", "<i8"),
+        ("logical_available", "<i8"),  # radix only: pages free or evictable, and pages the step needed
+        ("required", "<i8"),
         ("slot", "<i4"),
         ("computed", "<i4"),  # tokens whose KV it lost
     ]

@@ -17,9 +17,7 @@ from kvsim.config import EngineConfig
 from kvsim.contract import (
     Admission,
     Applied,
-    CancelDestination,
     CancelRequest,
-    CancelSource,
     Command,
     CommandContext,
     CommandEffects,
@@ -283,6 +281,7 @@ def _config_row(
         "victim": 2 if policy.overrides("victims") else int(directive.oldest_victim),
         "order": policy.overrides("score"),
         "worker": _WORKER[config.worker_type],
+        "legacy": config.backend == "sglang" and config.rules.name == "dynamo-1.3",
         "timing": timing.kind,
         "recompute_last": directive.recompute_last_token,
         "eager_samples": config.rules.eager_sample_blocks,
@@ -293,6 +292,15 @@ def _config_row(
         "emit_events": config.emit_kv_events and config.enable_prefix_caching,
         "ask_admission": policy.overrides("admit"),
         "ask_order": policy.overrides("order"),
+        "engine": config.backend == "sglang",
+        "lpm": directive.longest_prefix_first,
+        "max_prefill": config.sglang.max_prefill_tokens,
+        "chunk": config.sglang.chunked_prefill_size,
+        "clip": config.sglang.clip_max_new_tokens,
+        "prefill_interval": config.prefill_decode_interval,
+        "init_ratio": directive.init_new_token_ratio,
+        "min_ratio": directive.min_new_token_ratio,
+        "ratio_decay": directive.new_token_ratio_decay,
         "giveback": directive.giveback_blocks,
         "keep_locals": config.emit_kv_events,
     }
@@ -333,6 +341,7 @@ class SchedulerRank:
         "_params",
         "_poison",
         "_policy",
+        "_radix",
         "_seed",
         "_state",
         "_token_ids",
@@ -350,8 +359,6 @@ class SchedulerRank:
         observer: HostOffloadObserver | None = None,
         policy: Policy | str | None = None,
     ) -> None:
-        if config.backend == "sglang":
-            raise ConfigError("backend", "sglang is not simulated by this version, only vllm and trtllm")
         if config.native_host_offload is not None:
             raise ConfigError("native_host_offload", "is not simulated by this version")
         self.identity = identity
@@ -373,6 +380,7 @@ class SchedulerRank:
         )
         self._build_output = _output_builder(config)
         self._token_ids = config.emit_kv_token_ids
+        self._radix = config.backend == "sglang"
         self._poison: BaseException | None = None
 
     # ------------------------------------------------------------ commands
@@ -420,22 +428,9 @@ class SchedulerRank:
             raise CommandError(f"request_id: {request_id} is already active")
         parts, num_input = _prompt_parts(request)
         outputs, max_output = _output_plan(request, num_input)
-        config = self.config
-        if config.enable_prefix_caching:
-            hashes, local = _content.hash_parts(
-                parts,
-                outputs,
-                high,
-                low,
-                max_output,
-                config.tokens_per_block,
-                config.num_gpu_blocks * config.tokens_per_block,
-                config.emit_kv_events,
-            )
-        else:
-            hashes, local = np.empty(0, np.uint64), None
         keep = _Tokens(request_id, parts, outputs) if self._token_ids else None
-        self._state.submit(high, low, num_input, max_output, (hashes, local, outputs, keep))
+        content = request_content(self.config, parts, outputs, request_id, max_output, keep)
+        self._state.submit(high, low, num_input, max_output, content)
         self._raise_left_error()
         return Submitted(request_id)
 
@@ -494,17 +489,30 @@ class SchedulerRank:
             if state.completed:
                 state.release_contents(rows["slot"][(rows["flags"] & _COMPLETED) != 0])
         start = PassStartEffects(admissions, pressures)
-        if events and self.config.rules.kv_events_at_pass_start:
+        if events and self.config.rules.kv_events_at_pass_start and not self._radix:
             start.kv_events, events = events, _EMPTY_EVENTS
+        metrics = self.metrics()
+        if self._radix:
+            hit, total = state.cache_counters()
+            metrics = metrics._replace(sglang_cache_hit_tokens=hit, sglang_cache_total_tokens=total)
         effects = PassCompletionEffects(
             outputs,
             [],
             events,
-            self.metrics(),
+            metrics,
             ForwardPassMetrics(*state.fpm(), end_ms - now_ms),
             state.acceptance,
         )
-        return RankPass(end_ms, SameTimestampRetry.NOT_APPLICABLE, start, PendingPass(now_ms, effects))
+        return RankPass(end_ms, self._retry_hint(), start, PendingPass(now_ms, effects))
+
+    def _retry_hint(self) -> SameTimestampRetry:
+        hint = self._state.retries()
+        if hint is None:
+            return SameTimestampRetry.NOT_APPLICABLE
+        changed, countdown = hint
+        if countdown > 0:
+            return SameTimestampRetry.COUNTDOWN
+        return SameTimestampRetry.RETRY if changed else SameTimestampRetry.EXHAUSTED
 
     def complete_pass(self, pending: PendingPass, end_ms: float) -> PassCompletionEffects:
         """End a pass: what it kept back, with metrics as they are now.
@@ -531,7 +539,14 @@ class SchedulerRank:
         late = self._drain_events()
         if late:
             effects.kv_events = [*effects.kv_events, *late]
+        passed = effects.metrics
         effects.metrics = self.metrics()
+        if self._radix:
+            # What the pass found in the cache is an observation of the pass, not of this moment.
+            effects.metrics = effects.metrics._replace(
+                sglang_cache_hit_tokens=passed.sglang_cache_hit_tokens,
+                sglang_cache_total_tokens=passed.sglang_cache_total_tokens,
+            )
         duration = end_ms - pending.started_at_ms
         if effects.forward_pass_metrics.duration_ms != duration:
             effects.forward_pass_metrics = effects.forward_pass_metrics._replace(duration_ms=duration)
@@ -578,6 +593,8 @@ class SchedulerRank:
     def metrics(self) -> Metrics:
         """Occupancy now."""
         active, inactive, total, running, waiting, preemptions = self._state.metrics()
+        if self._radix:
+            inactive = 0
         return Metrics(
             self.identity.dp_rank,
             active,
@@ -596,15 +613,15 @@ class SchedulerRank:
         Only after an effect-free pass. Nothing overtakes the head of the queue,
         so if nothing runs, nothing can change what blocks it.
         """
-        reason, needed = self._state.stuck()
+        slot, reason, needed = self._state.stuck()
         if not reason:
             return None
-        row = self._state.request_row(int(self._state.waiting_slots()[0]))
+        row = self._state.request_row(slot)
         return StuckHead((int(row["id_hi"]) << 64) | int(row["id_lo"]), FailReason(reason), needed)
 
     def fail_head(self) -> Output | None:
         """End a stuck head as rejected (it never ran) or failed; its terminal output, None if nothing is stuck."""
-        if not self._state.fail_head():
+        if not self._state.fail_stuck():
             return None
         rows = self._state.signals()
         self._state.release_contents(rows["slot"])
@@ -655,9 +672,10 @@ class SchedulerRank:
         if row is None:
             raise CommandError(f"request_id: no live request {request_id!r}")
         first = int(row["table"])
-        return self._state.view("tables")[first : first + int(row["n_blocks"])].copy() if first >= 0 else (
-            np.empty(0, np.int32)
-        )
+        if first < 0:
+            return np.empty(0, np.int32)
+        table: npt.NDArray[np.int32] = self._state.view("tables")[first : first + int(row["n_blocks"])].copy()
+        return table
 
     def check_integrity(self) -> None:
         """Verify every invariant of the state, O(blocks).
@@ -681,6 +699,7 @@ class SchedulerRank:
         other.identity, other.config, other.observer = self.identity, self.config, self.observer
         other._policy, other._params, other._seed = self._policy, self._params, self._seed
         other._build_output, other._token_ids = self._build_output, self._token_ids
+        other._radix = self._radix
         other._poison = None
         other._state = self._state.fork()
         return other
@@ -734,19 +753,62 @@ class SchedulerRank:
         return KvEvents(events, blocks, self.identity, tokens)
 
     def _pressure_builder(self, now_ms: float) -> Callable[[Any], PressureEvent]:
+        radix = self._radix
+
         def build(row: Any) -> PressureEvent:
             return PressureEvent(
                 now_ms,
-                "vllm_preemption",
+                "sglang_retraction" if radix else "vllm_preemption",
                 (int(row["id_hi"]) << 64) | int(row["id_lo"]),
-                PressureState(int(row["running_before"]), int(row["waiting_before"]), int(row["active_before"])),
-                PressureState(int(row["running_after"]), int(row["waiting_after"]), int(row["active_after"])),
+                PressureState(
+                    int(row["running_before"]),
+                    None if radix else int(row["waiting_before"]),
+                    int(row["active_before"]),
+                ),
+                PressureState(
+                    int(row["running_after"]), None if radix else int(row["waiting_after"]), int(row["active_after"])
+                ),
                 int(row["request_blocks"]),
-                None,
-                None,
+                int(row["logical_available"]) if radix else None,
+                int(row["required"]) if radix else None,
             )
 
         return build
+
+
+def request_content(
+    config: EngineConfig,
+    parts: list[npt.NDArray[Any]],
+    outputs: npt.NDArray[np.uint32] | None,
+    request_id: int,
+    max_output: int,
+    keep: Any = None,
+) -> tuple[Any, Any, npt.NDArray[np.uint32] | None, Any]:
+    """What the kernels need to know of a request's tokens, as `RankState.submit` takes it.
+
+    Parameters
+    ----------
+    config : EngineConfig
+    parts : list of ndarray
+        Prompt as uint32 arrays or layout.SEGMENT arrays.
+    outputs : ndarray of uint32, or None
+        Planned output ids; None: made up by rule.
+    request_id, max_output : int
+    keep : object, optional
+        Kept alive with the content.
+    """
+    high, low = request_id >> 64, request_id & _MASK64
+    size = config.tokens_per_block
+    most = config.num_gpu_blocks * size
+    if config.backend == "sglang":
+        if not config.enable_prefix_caching:
+            return np.empty(0, layout.RUN), 0, outputs, keep
+        runs, head = _content.runs_parts(parts, outputs, high, low, max_output, size, most, config.emit_kv_events)
+        return runs, head, outputs, keep
+    if not config.enable_prefix_caching:
+        return np.empty(0, np.uint64), None, outputs, keep
+    hashes, local = _content.hash_parts(parts, outputs, high, low, max_output, size, most, config.emit_kv_events)
+    return hashes, local, outputs, keep
 
 
 def _withdraw(effects: PassCompletionEffects, request_id: int) -> bool:
@@ -770,8 +832,10 @@ def _prompt_parts(request: Request) -> tuple[list[npt.NDArray[Any]], int]:
         segments = request.segments
         if not isinstance(segments, np.ndarray) or segments.dtype != layout.SEGMENT or segments.ndim != 1:
             raise CommandError("segments: expected a one-dimensional array of kvsim.layout.SEGMENT")
-        if len(segments) and (segments["length"].min() < 1 or segments["step"].max() > 1):
-            raise CommandError("segments: every length must be >= 1 and every step 0 or 1")
+        if len(segments) and (segments["length"].min() < 1 or segments["length"].max() >= _MAX_TOKENS):
+            raise CommandError(f"segments: every length must be 1 <= length < {_MAX_TOKENS}")
+        if len(segments) and segments["step"].max() > 1:
+            raise CommandError("segments: every step must be 0 or 1")
         parts, length = [np.ascontiguousarray(segments)], int(segments["length"].sum())
     else:
         tokens = _token_array(request.tokens, "tokens")

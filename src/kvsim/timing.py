@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -103,9 +104,9 @@ def load_profile(path: str | Path) -> dict[str, npt.NDArray[np.float64]]:
         Unreadable file, or an array that is missing, misshaped, not finite or not increasing; names it.
     """
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
             raw = {name: np.ascontiguousarray(archive[name], dtype=np.float64) for name in archive.files}
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, EOFError, ValueError, TypeError, BadZipFile) as error:
         raise ConfigError("timing_model.path", f"{path}: cannot be read as an .npz profile: {error}") from None
     batched = "prefill_batch_size" in raw
     axes = _PREFILL_3D if batched else _PREFILL_1D
@@ -120,7 +121,9 @@ def load_profile(path: str | Path) -> dict[str, npt.NDArray[np.float64]]:
     for name in (*_DECODE_AXES, *axes):
         axis = profile[name]
         if axis.ndim != 1 or len(axis) < 2 or not (np.diff(axis) > 0).all():
-            raise ConfigError(name, f"must be one axis of at least 2 strictly increasing points, got shape {axis.shape}")
+            raise ConfigError(
+                name, f"must be one axis of at least 2 strictly increasing points, got shape {axis.shape}"
+            )
     for name, over in (("decode_itl", _DECODE_AXES), (table, axes)):
         shape = tuple(len(profile[axis]) for axis in over)
         if profile[name].shape != shape:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvsim.config import EngineConfig, parse_config
-from kvsim.contract import KvEvent, Request, Stored
-from model.replay import Record, Replay, Result
+from kvsim.contract import KvEvent, RankIdentity, Request, Stored
+from model.replay import Factory, Model, Record, Replay, Result, model_of
+from model.sglang import SglangModel
 
 FOLDER = Path(__file__).parent.parent / "conformance"
 
@@ -23,10 +24,10 @@ def load(path: Path) -> dict[str, Any]:
     return case
 
 
-def explicit_paged_cases() -> list[Path]:
-    """Explicit request lists on aggregated workers of one rank, without a front end."""
+def explicit_cases(*backends: str) -> list[Path]:
+    """Explicit request lists on aggregated workers of one rank with one of these engines, without a front end."""
     found = []
-    for path in sorted(FOLDER.glob("*.json.gz")):
+    for path in sorted(FOLDER.rglob("*.json.gz")):
         case = load(path)
         payload = case["input"]["payload"]
         spec = payload["spec"]
@@ -35,14 +36,36 @@ def explicit_paged_cases() -> list[Path]:
             and "tokenization" not in payload
             and spec["topology"]["kind"] == "aggregated"
             and spec["engine"].get("dp_size", 1) == 1
-            and spec["engine"]["rank"].get("backend", "vllm") in ("vllm", "trtllm")
+            and spec["engine"]["rank"].get("backend", "vllm") in backends
         ):
             found.append(path)
     return found
 
 
+def explicit_paged_cases() -> list[Path]:
+    return explicit_cases("vllm", "trtllm")
+
+
+def explicit_radix_cases() -> list[Path]:
+    return explicit_cases("sglang")
+
+
 def engine_config(spec: dict[str, Any]) -> EngineConfig:
-    return parse_config({**spec["engine"]["rank"], "emit_kv_events": True})
+    rank = {**spec["engine"]["rank"], "emit_kv_events": True}
+    rank.pop("prefill_decode_interval", None)
+    return parse_config(rank)
+
+
+def factory_of(spec: dict[str, Any]) -> Factory:
+    """Builds the twin of a recorded engine."""
+    interval = spec["engine"]["rank"].get("prefill_decode_interval", 0)
+
+    def build(identity: RankIdentity, config: EngineConfig) -> Model:
+        if config.backend == "sglang":
+            return SglangModel(identity, config, prefill_decode_interval=interval)
+        return model_of(identity, config)
+
+    return build
 
 
 def requests_of(spec: dict[str, Any]) -> list[Request]:
@@ -67,6 +90,7 @@ def run_twin(payload: dict[str, Any], *, check: bool = True) -> Result:
         max_in_flight=spec.get("max_in_flight"),
         max_sim_time_ms=float("inf") if limit is None else limit,
         check=check,
+        factory=factory_of(spec),
     ).run()
 
 

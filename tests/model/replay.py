@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvsim.config import EngineConfig
-from kvsim.contract import CommandContext, KvEvent, Output, PassCompletionEffects, RankIdentity, Request, Submit
+from kvsim.contract import (
+    CommandContext,
+    KvEvent,
+    Output,
+    PassCompletionEffects,
+    RankIdentity,
+    Request,
+    SameTimestampRetry,
+    Submit,
+)
 from model.paged import PagedModel, prompt_tokens
+from model.sglang import SglangModel
+
+Model = PagedModel | SglangModel
+Factory = Callable[[RankIdentity, EngineConfig], Model]
+
+
+#: hints after which an effect-free pass is followed by another at the same time
+TRY_AGAIN = (SameTimestampRetry.RETRY, SameTimestampRetry.COUNTDOWN)
+
+
+def model_of(identity: RankIdentity, config: EngineConfig) -> Model:
+    """The twin of the backend of a configuration."""
+    return SglangModel(identity, config) if config.backend == "sglang" else PagedModel(identity, config)
 
 
 @dataclass
@@ -53,7 +75,7 @@ class Result:
 
 @dataclass
 class Worker:
-    model: PagedModel
+    model: Model
     pending: Any = None
     end_ms: float = math.inf
     in_flight: int = 0
@@ -71,8 +93,9 @@ class Replay:
         max_in_flight: int | None = None,
         max_sim_time_ms: float = math.inf,
         check: bool = False,
+        factory: Factory = model_of,
     ) -> None:
-        self.workers = [Worker(PagedModel(RankIdentity(index, 0, 1), config)) for index in range(workers)]
+        self.workers = [Worker(factory(RankIdentity(index, 0, 1), config)) for index in range(workers)]
         #: stable by arrival
         self.queue = sorted(requests, key=lambda request: request.arrival_ms or 0.0)
         self.max_in_flight = max_in_flight
@@ -159,14 +182,24 @@ class Replay:
                 worker.pending, worker.end_ms = outcome.pending, outcome.end_ms
                 return True
             self._show(index, worker.model.complete_pass(outcome.pending, self.now))
-            if not worker.model.last_pass_effect_free:
+            if not worker.model.last_pass_effect_free or outcome.same_timestamp_retry in TRY_AGAIN:
                 return True
-            stuck = worker.model.stuck_head()
-            if stuck is not None:
-                self.result.records[stuck[0]].reason = stuck[1]
-                self._signal(index, worker.model.fail_head(self.now))
+            if self._end_stuck(index, worker.model):
                 return True
         return False
+
+    def _end_stuck(self, index: int, model: Model) -> bool:
+        """End the request that keeps a worker from any progress; False if there is none."""
+        stuck = model.stuck_head()
+        if stuck is not None:
+            output = model.fail_head(self.now)
+        elif isinstance(model, SglangModel) and (stuck := model.stuck_running()) is not None:
+            output = model.fail_running()
+        else:
+            return False
+        self.result.records[stuck[0]].reason = stuck[1]
+        self._signal(index, output)
+        return True
 
     def _show(self, index: int, effects: PassCompletionEffects) -> None:
         self.result.kv_events[index] += [(self.now, event) for event in effects.kv_events]

@@ -165,12 +165,17 @@ class Timing:
         """Time of a decode step over sequences of these lengths."""
         if not lengths:
             return 0.0
-        config, rules = self.config, self.config.rules
-        active = active_blocks * config.tokens_per_block if rules.decode_time_from_blocks else sum(lengths)
+        by_blocks = self.config.rules.decode_time_from_blocks
+        active = active_blocks * self.config.tokens_per_block if by_blocks else sum(lengths)
+        return self.decode_step_ms(len(lengths), active, sum(lengths) // len(lengths))
+
+    def decode_step_ms(self, count: int, active_tokens: int, mean_context: int) -> float:
+        """Time of a decode step of `count` sequences that hold `active_tokens` tokens."""
+        config = self.config
         total = config.num_gpu_blocks * config.tokens_per_block
-        raw = self.model.decode(len(lengths), active, sum(lengths) // len(lengths), total)
+        raw = self.model.decode(count, active_tokens, mean_context, total)
         if not math.isfinite(raw):
             raise TimingError(f"non-finite duration {raw}")
-        if rules.floor_decode_of_every_model:
+        if config.rules.floor_decode_of_every_model:
             raw = max(1.0, raw)
         return scaled(raw, config.speedup_ratio * config.decode_speedup_ratio)

@@ -11,6 +11,8 @@ __all__ = [
     "hash_workload",
     "intern_ids",
     "planned_tokens",
+    "runs_parts",
+    "runs_workload",
     "synthetic_tokens",
     "xxh3_64",
 ]
@@ -18,7 +20,7 @@ __all__ = [
 _U32: TypeAlias = npt.NDArray[np.uint32]
 _U64: TypeAlias = npt.NDArray[np.uint64]
 _I64: TypeAlias = npt.NDArray[np.int64]
-_Rows: TypeAlias = npt.NDArray[np.void]  # layout.SEGMENT or layout.REQUEST_SPEC
+_Rows: TypeAlias = npt.NDArray[np.void]  # layout.SEGMENT, layout.REQUEST_SPEC or layout.RUN
 _Parts: TypeAlias = Sequence[_U32 | _Rows]  # token ids or layout.SEGMENT
 
 def xxh3_64(data: bytes | bytearray | memoryview | npt.NDArray[np.uint8], seed: int = 0) -> int: ...
@@ -85,6 +87,25 @@ def hash_parts(
     max_tokens: int,
     want_local: bool,
 ) -> tuple[_U64, _U64 | None]: ...
+def runs_workload(
+    specs: _Rows,
+    segments: _Rows,
+    tokens: _U32,
+    planned: _U32,
+    page_size: int,
+    max_tokens: int,
+    with_hashes: bool,
+) -> tuple[_Rows, _I64, _U64]: ...
+def runs_parts(
+    parts: _Parts,
+    outputs: _U32 | None,
+    id_hi: int,
+    id_lo: int,
+    num_output: int,
+    page_size: int,
+    max_tokens: int,
+    with_hashes: bool,
+) -> tuple[_Rows, int]: ...
 def expand_parts(parts: _Parts) -> _U32: ...
 def synthetic_tokens(id_hi: int, id_lo: int, count: int) -> _U32: ...
 def planned_tokens(seed: int, count: int, skip: int = 0) -> _U32: ...

@@ -4,6 +4,7 @@ Rules: kv-cache.md section 1 (block hashes), vllm.md sections 2 and 7 (output id
 the planned stream), workloads-and-report.md section 1.2 (segments). A prompt given as
 segments is never spelled out: a whole block inside a run of one token costs one local
 hash per token value, and only blocks across a border are put together in a scratch row.
+The pages of a radix tree (sglang.md section 4) are blocks too; runs of equal ones are one row.
 """
 
 cimport cython
@@ -12,7 +13,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_
 from libc.string cimport memcpy
 
 from kvsim._core.rng cimport rng_accept, rng_block, rng_seed, rng_t
-from kvsim._core.types cimport request_spec_t
+from kvsim._core.types cimport request_spec_t, run_t
 from kvsim._core.xxh3 cimport (
     BLOCK_HASH_SEED,
     XXH3_SHORT_BYTES,
@@ -25,7 +26,7 @@ from kvsim._core.xxh3 cimport (
 
 import numpy as np
 
-from kvsim.layout import REQUEST_SPEC, SEGMENT
+from kvsim.layout import REQUEST_SPEC, RUN, SEGMENT
 
 __all__ = [
     "AcceptanceSampler",
@@ -34,6 +35,8 @@ __all__ = [
     "hash_workload",
     "intern_ids",
     "planned_tokens",
+    "runs_parts",
+    "runs_workload",
     "synthetic_tokens",
     "xxh3_64",
 ]
@@ -52,6 +55,7 @@ cdef extern from *:
 
 cdef enum:
     MAX_RUN_HASHES = 65536  # rows of the table of local hashes of runs: 1 MB
+    HEAD_TOKENS = 32  # least tokens that the head of a request stands for (sglang.md section 1.4)
 
 
 cdef struct segment_t:  # layout.SEGMENT
@@ -71,12 +75,15 @@ cdef struct chain_t:  # one request's content on its way through the hash functi
     int64_t left  # tokens still to come, up to the end of the last full block
     int64_t filled  # tokens of the block under way in `scratch`, < block_size
     uint32_t* scratch  # block_size tokens
-    uint64_t parent  # sequence hash of the last finished block
+    uint64_t parent  # sequence hash of the last finished block, or of the last one of the head
     int64_t n_blocks  # finished blocks
-    uint64_t* hashes  # where the next request's hashes go
+    uint64_t* hashes  # where the next sequence hash goes
     uint64_t* local  # likewise, or NULL
-    const uint64_t* secret  # of BLOCK_HASH_SEED
-    run_hash_t* runs  # NULL: only the last run is remembered
+    int64_t stride  # words from one hash to the next
+    run_t* runs  # where the next run goes; NULL: hashes are written, not runs
+    int64_t head_blocks  # with `runs`: leading blocks whose sequence hash is needed
+    uint64_t[24] secret  # of BLOCK_HASH_SEED
+    run_hash_t* run_hashes  # NULL: only the last run is remembered
     uint32_t run_mask
     run_hash_t last_run
 
@@ -88,29 +95,61 @@ cdef inline void chain_start(chain_t* chain, int64_t n_tokens) noexcept nogil:
     chain.n_blocks = 0
 
 
-cdef inline void chain_push(chain_t* chain, uint64_t local) noexcept nogil:
-    """Append a finished block with this local hash."""
-    chain.parent = local if chain.n_blocks == 0 else xxh3_pair(chain.parent, local)
-    chain.hashes[0] = chain.parent
-    chain.hashes += 1
+cdef inline uint64_t chain_link(uint64_t parent, uint64_t local, int64_t index) noexcept nogil:
+    """Sequence hash of the block at `index`; the first has no parent."""
+    return local if index == 0 else xxh3_pair(parent, local)
+
+
+cdef inline void chain_push_run(chain_t* chain, uint64_t local, int64_t n) noexcept nogil:
+    """Append `n` >= 1 finished blocks with this local hash to the run under way, or as a new one."""
+    cdef int64_t i = chain.n_blocks
+    cdef run_t* last = chain.runs - 1
+    if i > 0 and last.key == local:
+        last.pages += n
+    else:
+        chain.runs.key = local
+        chain.runs.seq = 0
+        chain.runs.pages = n
+        chain.runs += 1
+    chain.n_blocks += n
+    while i < chain.n_blocks and i < chain.head_blocks:
+        chain.parent = chain_link(chain.parent, local, i)
+        i += 1
+
+
+cdef inline void chain_push(chain_t* chain, uint64_t local, int64_t n) noexcept nogil:
+    """Append `n` >= 1 finished blocks with this local hash."""
+    cdef int64_t i
+    cdef uint64_t parent
+    if chain.runs != NULL:
+        chain_push_run(chain, local, n)
+        return
+    parent = chain_link(chain.parent, local, chain.n_blocks)
+    chain.hashes[0] = parent
+    for i in range(1, n):
+        parent = xxh3_pair(parent, local)
+        chain.hashes[i * chain.stride] = parent
+    chain.hashes += n * chain.stride
     if chain.local != NULL:
-        chain.local[0] = local
-        chain.local += 1
-    chain.n_blocks += 1
+        for i in range(n):
+            chain.local[i * chain.stride] = local
+        chain.local += n * chain.stride
+    chain.parent = parent
+    chain.n_blocks += n
 
 
 cdef inline void chain_close_scratch(chain_t* chain) noexcept nogil:
     """Hash the scratch row if it is full."""
     if chain.filled == chain.block_size:
-        chain_push(chain, xxh3_tokens(chain.scratch, chain.block_size, chain.secret))
+        chain_push(chain, xxh3_tokens(chain.scratch, chain.block_size, chain.secret), 1)
         chain.filled = 0
 
 
 cdef inline uint64_t chain_run_hash(chain_t* chain, uint32_t token) noexcept nogil:
     """Local hash of a block of `token` only."""
     cdef run_hash_t* entry = &chain.last_run
-    if chain.runs != NULL:
-        entry = &chain.runs[token & chain.run_mask]
+    if chain.run_hashes != NULL:
+        entry = &chain.run_hashes[token & chain.run_mask]
     if not entry.is_set or entry.token != token:
         entry.local = xxh3_equal_tokens(token, chain.block_size, chain.secret)
         entry.token = token
@@ -132,7 +171,6 @@ cdef void chain_segment(chain_t* chain, const segment_t* segment) noexcept nogil
     cdef uint32_t start = segment.start
     cdef uint32_t step = segment.step
     cdef int64_t i, take, n_whole
-    cdef uint64_t local, parent
     chain.left -= n
     if chain.filled:
         take = n if n < size - chain.filled else size - chain.filled
@@ -143,23 +181,11 @@ cdef void chain_segment(chain_t* chain, const segment_t* segment) noexcept nogil
         chain_close_scratch(chain)
     n_whole = n // size
     if n_whole and step == 0:
-        local = chain_run_hash(chain, start)
-        chain_push(chain, local)
-        parent = chain.parent
-        for i in range(n_whole - 1):
-            parent = xxh3_pair(parent, local)
-            chain.hashes[i] = parent
-        if chain.local != NULL:
-            for i in range(n_whole - 1):
-                chain.local[i] = local
-            chain.local += n_whole - 1
-        chain.hashes += n_whole - 1
-        chain.n_blocks += n_whole - 1
-        chain.parent = parent
+        chain_push(chain, chain_run_hash(chain, start), n_whole)
     elif n_whole:
         for i in range(n_whole):
             fill_tokens(chain.scratch, start, step, size)
-            chain_push(chain, xxh3_tokens(chain.scratch, size, chain.secret))
+            chain_push(chain, xxh3_tokens(chain.scratch, size, chain.secret), 1)
             start += step * <uint32_t> size
     n -= n_whole * size
     if n:
@@ -181,7 +207,7 @@ cdef void chain_tokens(chain_t* chain, const uint32_t* tokens, int64_t n) noexce
         n -= take
         chain_close_scratch(chain)
     while n >= size:
-        chain_push(chain, xxh3_tokens(tokens, size, chain.secret))
+        chain_push(chain, xxh3_tokens(tokens, size, chain.secret), 1)
         tokens += size
         n -= size
     if n:
@@ -205,32 +231,61 @@ cdef inline int64_t content_tokens(int64_t n_input, int64_t n_output, int64_t ma
     return n_input + n_output if n_input + n_output < max_tokens else max_tokens
 
 
-cdef void hash_request(
-    chain_t* chain,
-    const request_spec_t* spec,
-    const segment_t* segments,
-    const uint32_t* tokens,
-    const uint32_t* planned,
-    int64_t max_tokens,
-) noexcept nogil:
-    """Append the blocks of one request, whose row has passed `check_request`."""
+cdef struct workload_t:  # the requests and their tables; rows that have passed `check_request`
+    const request_spec_t* specs
+    const segment_t* segments
+    const uint32_t* tokens
+    const uint32_t* planned
+    int64_t n
+    int64_t n_segments
+    int64_t n_tokens
+    int64_t n_planned
+
+
+cdef void chain_request(chain_t* chain, const workload_t* work, int64_t index, int64_t max_tokens) noexcept nogil:
+    """Append the blocks of one request."""
+    cdef const request_spec_t* spec = &work.specs[index]
     cdef int64_t left_input = spec.input_tokens
     cdef int64_t row = spec.prompt_offset
     cdef segment_t segment
     chain_start(chain, content_tokens(spec.input_tokens, spec.max_output_tokens, max_tokens))
     if spec.prompt_is_tokens:
-        chain_tokens(chain, tokens + row, left_input)
+        chain_tokens(chain, work.tokens + row, left_input)
     else:
         while left_input > 0 and chain.left > 0:
-            segment = segments[row]
+            segment = work.segments[row]
             segment.length = segment.length if segment.length < left_input else left_input
             chain_segment(chain, &segment)
             left_input -= segment.length
             row += 1
     if spec.planned_offset >= 0:
-        chain_tokens(chain, planned + spec.planned_offset, spec.max_output_tokens)
+        chain_tokens(chain, work.planned + spec.planned_offset, spec.max_output_tokens)
     else:
         chain_synthetic(chain, spec.id_hi, spec.id_lo, spec.max_output_tokens)
+
+
+cdef inline int64_t most_runs(int64_t n_tokens, bint are_equal, int64_t block_size) noexcept nogil:
+    """Most runs that a piece of content adds: those of its whole blocks, and the block across its end."""
+    return 2 if are_equal else n_tokens // block_size + 1
+
+
+cdef int64_t most_runs_request(
+    const workload_t* work, int64_t index, int64_t block_size, int64_t max_tokens
+) noexcept nogil:
+    """Most runs that a request can have."""
+    cdef const request_spec_t* spec = &work.specs[index]
+    cdef int64_t n = content_tokens(spec.input_tokens, spec.max_output_tokens, max_tokens)
+    cdef int64_t left = spec.input_tokens if spec.input_tokens < n else n
+    cdef int64_t most = most_runs(n - left, False, block_size)
+    cdef const segment_t* segment = work.segments + spec.prompt_offset
+    if spec.prompt_is_tokens:
+        most += most_runs(left, False, block_size)
+    else:
+        while left > 0:
+            most += most_runs(segment.length if segment.length < left else left, segment.step == 0, block_size)
+            left -= segment.length
+            segment += 1
+    return most if most < n // block_size else n // block_size
 
 
 cdef enum check_t:  # what `check_request` found wrong
@@ -245,11 +300,9 @@ cdef enum check_t:  # what `check_request` found wrong
     CHECK_PLANNED
 
 
-cdef check_t check_request(
-    const request_spec_t* spec, const segment_t* segments, int64_t n_segments, int64_t n_tokens, int64_t n_planned
-) noexcept nogil:
+cdef check_t check_request(const request_spec_t* spec, const workload_t* work) noexcept nogil:
     """Whether the row can be hashed without leaving any table."""
-    cdef int64_t n_rows = n_tokens if spec.prompt_is_tokens else n_segments
+    cdef int64_t n_rows = work.n_tokens if spec.prompt_is_tokens else work.n_segments
     cdef int64_t covered = 0
     cdef int64_t i
     if not 0 <= spec.input_tokens <= MAX_TOKENS:
@@ -264,26 +317,26 @@ cdef check_t check_request(
         covered = spec.prompt_count
     else:
         for i in range(spec.prompt_offset, spec.prompt_offset + spec.prompt_count):
-            if segments[i].step > 1:
+            if work.segments[i].step > 1:
                 return CHECK_STEP
-            if not 0 <= segments[i].length <= MAX_TOKENS:
+            if not 0 <= work.segments[i].length <= MAX_TOKENS:
                 return CHECK_LENGTH
             # Saturates, so that no sum of lengths can overflow.
-            covered = covered + segments[i].length if covered < spec.input_tokens else covered
+            covered = covered + work.segments[i].length if covered < spec.input_tokens else covered
     if covered < spec.input_tokens:
         return CHECK_PROMPT_SHORT
     if spec.planned_offset < -1 or (
-        spec.planned_offset >= 0 and spec.planned_offset > n_planned - spec.max_output_tokens
+        spec.planned_offset >= 0 and spec.planned_offset > work.n_planned - spec.max_output_tokens
     ):
         return CHECK_PLANNED
     return CHECK_OK
 
 
-def _reject_request(check_t found, int64_t row, specs, int64_t n_segments, int64_t n_tokens, int64_t n_planned):
+cdef _reject_request(check_t found, int64_t row, specs, const workload_t* work):
     """Raise the ValueError for what `check_request` found in `row`."""
     spec = specs[row]
     table = "tokens" if spec["prompt_is_tokens"] else "segments"
-    n_rows = n_tokens if spec["prompt_is_tokens"] else n_segments
+    n_rows = work.n_tokens if spec["prompt_is_tokens"] else work.n_segments
     messages = {
         CHECK_INPUT: f"input_tokens: must lie in 0..2**61, got {spec['input_tokens']}",
         CHECK_OUTPUT: f"max_output_tokens: must lie in 0..2**61, got {spec['max_output_tokens']}",
@@ -294,7 +347,7 @@ def _reject_request(check_t found, int64_t row, specs, int64_t n_segments, int64
         CHECK_LENGTH: "prompt: the length of a segment must lie in 0..2**61",
         CHECK_PROMPT_SHORT: f"prompt: its {table} must hold at least input_tokens = {spec['input_tokens']} tokens",
         CHECK_PLANNED: f"planned_offset: must be -1 or leave room for max_output_tokens = "
-        f"{spec['max_output_tokens']} ids in a table of {n_planned}, got {spec['planned_offset']}",
+        f"{spec['max_output_tokens']} ids in a table of {work.n_planned}, got {spec['planned_offset']}",
     }
     raise ValueError(f"specs[{row}].{messages[found]}")
 
@@ -348,6 +401,135 @@ cdef int64_t count_parts(object parts) except -1:
                 raise ValueError(f"parts[{index}]: all parts must come to at most 2**61 tokens")
             total += n
     return total
+
+
+cdef open_workload(
+    workload_t* work, specs, segments, tokens, planned, int64_t block_size, int64_t max_tokens
+):
+    """Fill `work`; ValueError if an array has the wrong form or a row points outside a table.
+
+    Returns the first block of each request, and of the end, as an int64 array.
+    """
+    _check_array("specs", specs, REQUEST_SPEC)
+    _check_array("segments", segments, SEGMENT)
+    _check_array("tokens", tokens, _UINT32)
+    _check_array("planned", planned, _UINT32)
+    work.specs = <const request_spec_t*> data_of(specs)
+    work.segments = <const segment_t*> data_of(segments)
+    work.tokens = <const uint32_t*> data_of(tokens)
+    work.planned = <const uint32_t*> data_of(planned)
+    work.n = specs.size
+    work.n_segments = segments.size
+    work.n_tokens = tokens.size
+    work.n_planned = planned.size
+    offsets = np.empty(work.n + 1, dtype=np.int64)
+    cdef int64_t* offset = <int64_t*> data_of(offsets)
+    cdef check_t found = CHECK_OK
+    cdef int64_t i, blocks
+    cdef int64_t total = 0
+    with nogil:
+        offset[0] = 0
+        for i in range(work.n):
+            found = check_request(&work.specs[i], work)
+            if found != CHECK_OK:
+                break
+            blocks = content_tokens(
+                work.specs[i].input_tokens, work.specs[i].max_output_tokens, max_tokens
+            ) // block_size
+            if total > MAX_TOKENS - blocks:
+                found = CHECK_OUTPUT
+                break
+            total += blocks
+            offset[i + 1] = total
+    if found != CHECK_OK:
+        _reject_request(found, i, specs, work)
+    return offsets
+
+
+cdef chain_open(chain_t* chain, int64_t block_size, bint has_blocks, int64_t n_segments):
+    """Prepare `chain` for content whose prompts have `n_segments` segments in all; the caller sets its outputs.
+
+    Returns the memory it works in, which the caller keeps alive.
+    """
+    scratch = np.empty(block_size if has_blocks else 0, dtype=np.uint32)
+    # Short blocks are hashed as fast as the table is read; one segment needs no table.
+    cdef int64_t n_hashes = 0
+    if 4 * block_size > XXH3_SHORT_BYTES and n_segments > 1:
+        n_hashes = 1
+        while n_hashes < n_segments and n_hashes < MAX_RUN_HASHES:
+            n_hashes *= 2
+    run_hashes = np.zeros(2 * n_hashes, dtype=np.uint64)
+    xxh3_derive_secret(chain.secret, BLOCK_HASH_SEED)
+    chain.block_size = block_size
+    chain.scratch = <uint32_t*> data_of(scratch)
+    chain.stride = 1
+    chain.runs = NULL
+    chain.run_hashes = <run_hash_t*> data_of(run_hashes) if n_hashes else NULL
+    chain.run_mask = <uint32_t> (n_hashes - 1)
+    chain.last_run.is_set = 0
+    return scratch, run_hashes
+
+
+cdef chain_open_runs(chain_t* chain, int64_t most, bint with_hashes):
+    """Direct the output of a prepared chain to RUN rows, which are returned; there are at most `most`.
+
+    With hashes a row is a block, whose hashes are written between the other columns.
+    """
+    runs = np.empty(most, dtype=RUN)
+    cdef run_t* first = <run_t*> data_of(runs)
+    if with_hashes:
+        runs["pages"] = 1
+        chain.hashes = &first.seq
+        chain.local = &first.key
+        chain.stride = sizeof(run_t) // sizeof(uint64_t)
+    else:
+        chain.runs = first
+        chain.head_blocks = head_length(chain.block_size)
+    return runs
+
+
+cdef inline int64_t head_length(int64_t block_size) noexcept nogil:
+    """Blocks that the head of a request stands for."""
+    return (HEAD_TOKENS - 1) // block_size + 1
+
+
+cdef inline uint64_t chain_head(const chain_t* chain, const run_t* first) noexcept nogil:
+    """Head of the request just finished, whose rows begin at `first`; 0 when it is shorter."""
+    cdef int64_t length = head_length(chain.block_size)
+    if chain.n_blocks < length:
+        return 0
+    return chain.parent if chain.runs != NULL else first[length - 1].seq
+
+
+cdef int chain_parts(chain_t* chain, parts, outputs, uint64_t id_hi, uint64_t id_lo, int64_t n_output) except -1:
+    """Append the blocks of one request, given by arrays that have been checked."""
+    cdef const segment_t* rows
+    cdef int64_t i
+    for part in parts:
+        if part.dtype == SEGMENT:
+            rows = <const segment_t*> data_of(part)
+            for i in range(part.size):
+                chain_segment(chain, &rows[i])
+        else:
+            chain_tokens(chain, <const uint32_t*> data_of(part), part.size)
+    if outputs is not None:
+        chain_tokens(chain, <const uint32_t*> data_of(outputs), n_output)
+    else:
+        chain_synthetic(chain, id_hi, id_lo, n_output)
+    return 0
+
+
+cdef int64_t check_parts(parts, outputs, id_hi, id_lo, num_output, max_tokens) except -1:
+    """Tokens of one request's content; ValueError unless everything can be read."""
+    cdef int64_t n_input = count_parts(parts)
+    cdef int64_t n_output = _check_int("num_output", num_output, 0, MAX_TOKENS)
+    _check_int("id_hi", id_hi, 0, 2**64 - 1)
+    _check_int("id_lo", id_lo, 0, 2**64 - 1)
+    if outputs is not None:
+        _check_array("outputs", outputs, _UINT32)
+        if outputs.size < n_output:
+            raise ValueError(f"outputs: must hold num_output = {n_output} ids, got {outputs.size}")
+    return content_tokens(n_input, n_output, _check_int("max_tokens", max_tokens, 0, 2**63 - 1))
 
 
 def xxh3_64(const uint8_t[::1] data not None, seed=0):
@@ -416,63 +598,21 @@ def hash_workload(specs, segments, tokens, planned, block_size, max_tokens, want
     ValueError
         If an array has the wrong dtype or form, or a row points outside a table.
     """
-    _check_array("specs", specs, REQUEST_SPEC)
-    _check_array("segments", segments, SEGMENT)
-    _check_array("tokens", tokens, _UINT32)
-    _check_array("planned", planned, _UINT32)
     cdef int64_t size = _check_int("block_size", block_size, 1, MAX_TOKENS)
     cdef int64_t limit = _check_int("max_tokens", max_tokens, 0, 2**63 - 1)
-    cdef const request_spec_t* rows = <const request_spec_t*> data_of(specs)
-    cdef const segment_t* segment_rows = <const segment_t*> data_of(segments)
-    cdef const uint32_t* token_ids = <const uint32_t*> data_of(tokens)
-    cdef const uint32_t* planned_ids = <const uint32_t*> data_of(planned)
-    cdef int64_t n = specs.size
-    cdef int64_t n_segments = segments.size
-    cdef int64_t n_tokens = tokens.size
-    cdef int64_t n_planned = planned.size
-    offsets = np.empty(n + 1, dtype=np.int64)
-    cdef int64_t* offset = <int64_t*> data_of(offsets)
-    cdef check_t found = CHECK_OK
-    cdef int64_t i, blocks
-    cdef int64_t total = 0
-    with nogil:
-        offset[0] = 0
-        for i in range(n):
-            found = check_request(&rows[i], segment_rows, n_segments, n_tokens, n_planned)
-            if found != CHECK_OK:
-                break
-            blocks = content_tokens(rows[i].input_tokens, rows[i].max_output_tokens, limit) // size
-            if total > MAX_TOKENS - blocks:
-                found = CHECK_OUTPUT
-                break
-            total += blocks
-            offset[i + 1] = total
-    if found != CHECK_OK:
-        _reject_request(found, i, specs, n_segments, n_tokens, n_planned)
+    cdef workload_t work
+    cdef chain_t chain
+    cdef int64_t i
+    offsets = open_workload(&work, specs, segments, tokens, planned, size, limit)
+    total = offsets[work.n]
     hashes = np.empty(total, dtype=np.uint64)
     local = np.empty(total, dtype=np.uint64) if want_local else None
-    scratch = np.empty(size if total else 0, dtype=np.uint32)
-    # Short blocks are hashed as fast as the table is read.
-    cdef int64_t n_runs = 0
-    if 4 * size > XXH3_SHORT_BYTES:
-        n_runs = 1
-        while n_runs < n_segments and n_runs < MAX_RUN_HASHES:
-            n_runs *= 2
-    runs = np.zeros(2 * n_runs, dtype=np.uint64)
-    cdef uint64_t[24] secret
-    cdef chain_t chain
-    xxh3_derive_secret(secret, BLOCK_HASH_SEED)
-    chain.block_size = size
-    chain.scratch = <uint32_t*> data_of(scratch)
+    memory = chain_open(&chain, size, total > 0, work.n_segments)
     chain.hashes = <uint64_t*> data_of(hashes)
     chain.local = <uint64_t*> data_of(local) if want_local else NULL
-    chain.secret = secret
-    chain.runs = <run_hash_t*> data_of(runs) if n_runs else NULL
-    chain.run_mask = <uint32_t> (n_runs - 1)
-    chain.last_run.is_set = 0
     with nogil:
-        for i in range(n):
-            hash_request(&chain, &rows[i], segment_rows, token_ids, planned_ids, limit)
+        for i in range(work.n):
+            chain_request(&chain, &work, i, limit)
     return hashes, local, offsets
 
 
@@ -504,45 +644,124 @@ def hash_parts(parts, outputs, id_hi, id_lo, num_output, block_size, max_tokens,
     ValueError
         If an array has the wrong dtype or form, `outputs` is too short or a number out of range.
     """
-    cdef int64_t n_input = count_parts(parts)
-    cdef int64_t n_output = _check_int("num_output", num_output, 0, MAX_TOKENS)
     cdef int64_t size = _check_int("block_size", block_size, 1, MAX_TOKENS)
-    cdef int64_t limit = _check_int("max_tokens", max_tokens, 0, 2**63 - 1)
-    cdef uint64_t hi = _check_int("id_hi", id_hi, 0, 2**64 - 1)
-    cdef uint64_t lo = _check_int("id_lo", id_lo, 0, 2**64 - 1)
-    if outputs is not None:
-        _check_array("outputs", outputs, _UINT32)
-        if outputs.size < n_output:
-            raise ValueError(f"outputs: must hold num_output = {n_output} ids, got {outputs.size}")
-    cdef int64_t n = content_tokens(n_input, n_output, limit)
+    cdef int64_t n = check_parts(parts, outputs, id_hi, id_lo, num_output, max_tokens)
+    cdef chain_t chain
     hashes = np.empty(n // size, dtype=np.uint64)
     local = np.empty(n // size, dtype=np.uint64) if want_local else None
-    scratch = np.empty(size if n >= size else 0, dtype=np.uint32)
-    cdef uint64_t[24] secret
-    cdef chain_t chain
-    cdef const segment_t* segment_rows
-    cdef int64_t i
-    xxh3_derive_secret(secret, BLOCK_HASH_SEED)
-    chain.block_size = size
-    chain.scratch = <uint32_t*> data_of(scratch)
+    memory = chain_open(&chain, size, n >= size, 0)
     chain.hashes = <uint64_t*> data_of(hashes)
     chain.local = <uint64_t*> data_of(local) if want_local else NULL
-    chain.secret = secret
-    chain.runs = NULL
-    chain.last_run.is_set = 0
     chain_start(&chain, n)
-    for part in parts:
-        if part.dtype == SEGMENT:
-            segment_rows = <const segment_t*> data_of(part)
-            for i in range(part.size):
-                chain_segment(&chain, &segment_rows[i])
-        else:
-            chain_tokens(&chain, <const uint32_t*> data_of(part), part.size)
-    if outputs is not None:
-        chain_tokens(&chain, <const uint32_t*> data_of(outputs), n_output)
-    else:
-        chain_synthetic(&chain, hi, lo, n_output)
+    chain_parts(&chain, parts, outputs, id_hi, id_lo, num_output)
     return hashes, local
+
+
+def runs_workload(specs, segments, tokens, planned, page_size, max_tokens, with_hashes):
+    """Full pages of all requests of a workload, as runs of equal ones (sglang.md section 4).
+
+    The content of a request is the one of `hash_workload`.
+
+    Parameters
+    ----------
+    specs, segments, tokens, planned, max_tokens
+        As for `hash_workload`.
+    page_size : int
+        Tokens per page, >= 1.
+    with_hashes : bool
+        Whether sequence hashes are wanted: a row is then one page. Otherwise it is as many
+        equal pages as follow each other, and costs the same for any number of them.
+
+    Returns
+    -------
+    runs : ndarray of RUN, shape (n_runs,)
+        Request after request.
+    offsets : ndarray of int64, shape (n_requests + 1,)
+        Request ``i`` has the rows ``offsets[i]:offsets[i + 1]``.
+    heads : ndarray of uint64, shape (n_requests,)
+        Sequence hash of the first pages that come to 32 tokens or more: equal for requests
+        that begin with the same tokens. 0: the content is shorter.
+
+    Raises
+    ------
+    ValueError
+        If an array has the wrong dtype or form, or a row points outside a table.
+    """
+    cdef int64_t size = _check_int("page_size", page_size, 1, MAX_TOKENS)
+    cdef int64_t limit = _check_int("max_tokens", max_tokens, 0, 2**63 - 1)
+    cdef workload_t work
+    cdef chain_t chain
+    cdef int64_t i
+    cdef int64_t most = 0
+    cdef bint merged = not with_hashes
+    offsets = open_workload(&work, specs, segments, tokens, planned, size, limit)
+    cdef int64_t* offset = <int64_t*> data_of(offsets)
+    if merged:
+        with nogil:
+            for i in range(work.n):
+                most += most_runs_request(&work, i, size, limit)
+    else:
+        most = offset[work.n]
+    heads = np.empty(work.n, dtype=np.uint64)
+    cdef uint64_t* head = <uint64_t*> data_of(heads)
+    memory = chain_open(&chain, size, offset[work.n] > 0, work.n_segments)
+    runs = chain_open_runs(&chain, most, with_hashes)
+    cdef run_t* rows = <run_t*> data_of(runs)
+    with nogil:
+        for i in range(work.n):
+            chain_request(&chain, &work, i, limit)
+            head[i] = chain_head(&chain, &rows[offset[i]])
+            if merged:
+                offset[i + 1] = chain.runs - rows
+    # Gives back what was reserved in vain, without a copy.
+    runs.resize(offset[work.n], refcheck=False)
+    return runs, offsets, heads
+
+
+def runs_parts(parts, outputs, id_hi, id_lo, num_output, page_size, max_tokens, with_hashes):
+    """Full pages of one request, as runs of equal ones.
+
+    Parameters
+    ----------
+    parts, outputs, id_hi, id_lo, num_output, max_tokens
+        As for `hash_parts`.
+    page_size, with_hashes
+        As for `runs_workload`.
+
+    Returns
+    -------
+    runs : ndarray of RUN, shape (n_runs,)
+    head : int
+        As an entry of the heads of `runs_workload`.
+
+    Raises
+    ------
+    ValueError
+        If an array has the wrong dtype or form, `outputs` is too short or a number out of range.
+    """
+    cdef int64_t size = _check_int("page_size", page_size, 1, MAX_TOKENS)
+    cdef int64_t n = check_parts(parts, outputs, id_hi, id_lo, num_output, max_tokens)
+    cdef int64_t most = n // size
+    cdef int64_t pieces
+    cdef chain_t chain
+    if not with_hashes:
+        pieces = most_runs(num_output, False, size)
+        for part in parts:
+            if part.dtype == SEGMENT:
+                counting = part["length"][part["step"] == 1]
+                pieces += most_runs(0, True, size) * <int64_t> part.size + <int64_t> (counting // size).sum()
+            else:
+                pieces += most_runs(part.size, False, size)
+        most = pieces if pieces < most else most
+    memory = chain_open(&chain, size, n >= size, 0)
+    runs = chain_open_runs(&chain, most, with_hashes)
+    cdef run_t* rows = <run_t*> data_of(runs)
+    chain_start(&chain, n)
+    chain_parts(&chain, parts, outputs, id_hi, id_lo, num_output)
+    head = chain_head(&chain, rows)
+    if not with_hashes:
+        runs.resize(chain.runs - rows, refcheck=False)
+    return runs, head
 
 
 def expand_parts(parts):

@@ -25,15 +25,16 @@ import numpy as np
 
 from kvsim import layout
 from kvsim._core.metrics cimport kvsim_variance, moments_variance
-from kvsim._core.paged_pass cimport (
-    paged_cancel, paged_emit, paged_fail_head, paged_progressed, paged_schedule, paged_settle, paged_stuck, paged_submit,
+from kvsim._core.engine cimport (
+    engine_active, engine_emit, engine_fail_stuck, engine_retries, engine_schedule, engine_stuck, engine_submit,
+    engine_events_shown, engine_visible_events,
 )
-from kvsim._core.pool cimport pool_active
+from kvsim._core.signals cimport progressed
 from kvsim._core.state cimport RankState
 from kvsim._core.types cimport (
     CHECK, COMPLETED, FAILED, HAS_TOKEN, NO_REASON, NO_SLOT, NOT_ADMITTED, PASS_OK, REJECTED, RUN_CANCELLED,
     RUN_COMPLETED, RUN_FAILED, RUN_REJECTED, admission_t, content_t, header_t, likely, rank_t, request_record_t,
-    request_spec_t, signal_t, unlikely,
+    request_spec_t, run_t, signal_t, unlikely,
 )
 
 cnp.import_array()
@@ -171,6 +172,9 @@ cdef class Fleet:
     cdef const uint64_t* locals
     cdef const uint32_t* planned
     cdef const int64_t* hash_offsets
+    cdef const run_t* runs
+    cdef const int64_t* run_offsets
+    cdef const uint64_t* heads
     cdef readonly double now_ms
     cdef readonly int64_t in_flight
     cdef readonly int64_t passes
@@ -383,6 +387,13 @@ cdef class Fleet:
         self.feed_at = 0
         self.feed_cap = concurrency
 
+    def set_runs(self, runs, offsets, heads):
+        """Flat page runs of all rows (layout.RUN), for the radix engine; after `set_content`."""
+        self._content += (runs, offsets, heads)
+        self.runs = <const run_t*>cnp.PyArray_DATA(<cnp.ndarray>runs)
+        self.run_offsets = <const int64_t*>cnp.PyArray_DATA(<cnp.ndarray>offsets)
+        self.heads = <const uint64_t*>cnp.PyArray_DATA(<cnp.ndarray>heads)
+
     cdef void enter(self, int64_t rank, int32_t slot, int64_t row, double arrival_ms) noexcept nogil:
         """Start to follow the request that was submitted in `slot`."""
         cdef track_t* t
@@ -411,7 +422,14 @@ cdef class Fleet:
         content.num_hashes = self.hash_offsets[row + 1] - self.hash_offsets[row]
         content.locals = NULL if self.locals == NULL else self.locals + self.hash_offsets[row]
         content.planned = NULL if spec.planned_offset < 0 else self.planned + spec.planned_offset
-        slot = paged_submit(
+        content.runs = NULL
+        content.num_runs = 0
+        content.head = 0
+        if self.runs != NULL:
+            content.runs = self.runs + self.run_offsets[row]
+            content.num_runs = self.run_offsets[row + 1] - self.run_offsets[row]
+            content.head = self.heads[row]
+        slot = engine_submit(
             self.ranks[rank], spec.id_hi, spec.id_lo, spec.input_tokens, spec.max_output_tokens, &content)
         self.enter(rank, slot, row, arrival_ms)
 
@@ -565,13 +583,15 @@ cdef class Fleet:
         worker.num_ends = 0
         for i in range(w * self.dp_size, (w + 1) * self.dp_size):
             r = self.ranks[i]
-            k = r.header.num_events - 1
+            k = engine_visible_events(r) - 1
             while k >= 0 and r.events[k].at_ms < 0.0:
                 r.events[k].at_ms = worker.busy_until
                 k -= 1
+            if engine_visible_events(r) > 0:
+                engine_events_shown(r)
 
     cdef int drive(self, int64_t w, double now_ms) noexcept nogil:
-        """Start a pass of an idle worker. 0: did nothing, 1: busy, 2: over at once, -1: a callback raised."""
+        """Start a pass of an idle worker. 0: did nothing, 1: busy, 2: over at once, 3: try again at once, -1: a callback raised."""
         cdef worker_t* worker = &self.workers[w]
         cdef rank_t* r
         cdef double end_ms = now_ms
@@ -579,6 +599,7 @@ cdef class Fleet:
         cdef bint ran = False
         cdef int64_t i
         cdef int64_t needed
+        cdef int32_t slot
         cdef int reason
         for i in range(w * self.dp_size, (w + 1) * self.dp_size):
             r = self.ranks[i]
@@ -589,7 +610,7 @@ cdef class Fleet:
                 r.p.num_ready = -1
                 continue
             ran = True
-            if paged_schedule(r, now_ms) != PASS_OK:
+            if engine_schedule(r, now_ms) != PASS_OK:
                 return -1
             if r.p.end_ms > end_ms:
                 end_ms = r.p.end_ms
@@ -603,16 +624,15 @@ cdef class Fleet:
             r = self.ranks[i]
             if r.p.num_ready < 0:
                 continue
-            paged_emit(r)
-            paged_settle(r)
-            if paged_progressed(r):
+            engine_emit(r)
+            if progressed(r):
                 progress = True
                 worker.num_ranks_run += 1
                 worker.prefill_tokens += r.p.prefill_tokens
             self.follow(w, i, now_ms, end_ms)
             if self.capture_admissions or self.capture_outputs or self.record_passes:
                 with gil:
-                    self.log_pass(i, now_ms, end_ms, paged_progressed(r))
+                    self.log_pass(i, now_ms, end_ms, progressed(r))
         worker.started_at = now_ms
         worker.busy_until = end_ms
         if end_ms > now_ms:
@@ -624,7 +644,9 @@ cdef class Fleet:
         # An idle rank whose head can never progress: end it here, so that those behind it run.
         for i in range(w * self.dp_size, (w + 1) * self.dp_size):
             r = self.ranks[i]
-            reason = paged_stuck(r, &needed)
+            if engine_retries(r):
+                return 3
+            reason = engine_stuck(r, &slot, &needed)
             if reason != NO_REASON and reason != NOT_ADMITTED:
                 self.fail_head(w, i, now_ms)
                 return 2
@@ -636,8 +658,7 @@ cdef class Fleet:
         worker.busy_until = now_ms
         worker.num_ranks_run = 0
         worker.prefill_tokens = 0
-        paged_fail_head(r)
-        r.p.num_ready = 0
+        engine_fail_stuck(r)
         self.follow(w, rank, now_ms, now_ms)
         if self.capture_outputs:
             with gil:
@@ -679,7 +700,7 @@ cdef class Fleet:
             if self.pass_count == len(self._passes):
                 self._passes = _enlarged(self._passes, self.pass_count + 1)
             self._passes[self.pass_count] = (
-                now_ms, end_ms, worker, dp_rank, *state.fpm(), pool_active(r), h.num_inactive, h.num_running,
+                now_ms, end_ms, worker, dp_rank, *state.fpm(), engine_active(r), h.num_inactive, h.num_running,
                 h.num_waiting, r.p.visible)
             self.pass_count += 1
         return 0
@@ -758,6 +779,7 @@ cdef class Fleet:
                             budget -= 1
                             if result == 2:
                                 self.complete(w)
+                            if result >= 2:
                                 again = True
                 if self.ended_count > before:
                     if stop_on_end:
@@ -829,8 +851,10 @@ cdef class Fleet:
         """End one head that its policy never admits; false if there is none. For when nothing else can happen."""
         cdef int64_t needed
         cdef int64_t rank
+        cdef int32_t slot
         for rank in range(self.num_workers * self.dp_size):
-            if not self.workers[rank // self.dp_size].busy and paged_stuck(self.ranks[rank], &needed) != NO_REASON:
+            if (not self.workers[rank // self.dp_size].busy
+                    and engine_stuck(self.ranks[rank], &slot, &needed) != NO_REASON):
                 self.make_room(rank // self.dp_size)
                 self.fail_head(rank // self.dp_size, rank, self.now_ms)
                 self.complete(rank // self.dp_size)

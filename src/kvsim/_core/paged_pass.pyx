@@ -6,19 +6,19 @@
 # between the two.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
-from libc.string cimport memmove, memset
+from libc.string cimport memset
 
-from kvsim._core.content cimport synthetic_token
 from kvsim._core.lease cimport (
     blocks_of, lease_append, lease_close, lease_grow, lease_seal, prefix_cost,
 )
-from kvsim._core.metrics cimport moments_add, moments_undo, welford_add
+from kvsim._core.metrics cimport moments_add, moments_undo
 from kvsim._core.pool cimport pool_active, pool_available, pool_make_room, pool_take
 from kvsim._core.requests cimport (
     completion_blocks, id_insert, row_release, row_take, running_append, running_delete, running_index, running_leave,
     waiting_link, waiting_push_back, waiting_remove,
 )
 from kvsim._core.rng cimport rng_accept
+from kvsim._core.signals cimport count_pass, output_token, rejected_last, signal
 from kvsim._core.timing cimport timing_decode, timing_prefill
 from kvsim._core.types cimport (
     ASK_VICTIM, BUDGET_TOO_SMALL, BY_SCORE, COMPLETED, DECODE, FAILED, GROW_PRESSURES, GROW_SIGNALS, HAS_CACHED,
@@ -38,41 +38,6 @@ cdef enum answer:  # of a policy's admission hook
     WAIT = 0
     ADMIT = 1
     REJECT = 2
-
-
-# ---------------------------------------------------------------- signals
-
-cdef signal_t* signal(rank_t* r, int32_t slot, int32_t flags, int32_t reason, int64_t needed) noexcept nogil:
-    """Append an output signal of a request; the first one carries its cached tokens."""
-    cdef request_t* q = &r.requests[slot]
-    cdef signal_t* s
-    if unlikely(r.num_signals == r.cap_signals):
-        r.grow(r, GROW_SIGNALS, r.num_signals + 1)
-    s = &r.signals[r.num_signals]
-    r.num_signals += 1
-    s.id_hi = q.id_hi
-    s.id_lo = q.id_lo
-    s.slot = slot
-    s.token = 0
-    s.flags = flags
-    s.cached = q.cached_prefix
-    s.reason = reason
-    s.num_input = q.num_input
-    s.needed = needed
-    s.generated = q.generated
-    s.preemptions = q.preemptions
-    if not q.flags & SIGNALLED:
-        q.flags |= SIGNALLED
-        if q.cached_prefix >= 0:
-            s.flags |= HAS_CACHED
-    return s
-
-
-cdef inline uint32_t output_token(const rank_t* r, int32_t slot, int32_t ordinal) noexcept nogil:
-    cdef const content_t* content = &r.contents[slot]
-    if content.planned != NULL:
-        return content.planned[ordinal]
-    return synthetic_token(r.requests[slot].id_hi, r.requests[slot].id_lo, <uint64_t>ordinal)
 
 
 # ---------------------------------------------------------------- entering and leaving
@@ -134,7 +99,7 @@ cdef inline void drop_waiting(rank_t* r, int32_t slot) noexcept nogil:
     row_release(r, slot)
 
 
-cdef bint paged_cancel(rank_t* r, int32_t slot) noexcept nogil:
+cdef void paged_cancel(rank_t* r, int32_t slot) noexcept nogil:
     """Drop a live request wherever it is (spec/vllm.md section 9)."""
     cdef request_t* q = &r.requests[slot]
     r.header.effect_free = 0
@@ -146,7 +111,6 @@ cdef bint paged_cancel(rank_t* r, int32_t slot) noexcept nogil:
         row_release(r, slot)
     else:
         drop_waiting(r, slot)
-    return True
 
 
 # ---------------------------------------------------------------- preemption
@@ -430,7 +394,8 @@ cdef int schedule_waiting(rank_t* r) noexcept nogil:
             continue
         adjusted_cost(r, slot, &cached, &active)
         decision = gate(r, slot, active, &needed)
-        if c.ask_admission and decision != REJECT:
+        # What can never run is not the policy's to decide: it would come and go for ever.
+        if c.ask_admission and decision != REJECT and needed <= c.num_blocks and not r.requests[slot].flags & OUTGROWN:
             decision = r.ask_admission(r, slot)
             if decision < 0:
                 return PASS_FAILED
@@ -698,15 +663,7 @@ cdef void paged_emit(rank_t* r) noexcept nogil:
         emit_plain(r)
     for i in range(p.num_ready):
         p.visible_requests += r.burst[i] > 0
-    n = r.num_rejected
-    for i in range(n):
-        if r.num_signals == r.cap_signals:
-            r.grow(r, GROW_SIGNALS, r.num_signals + 1)
-        r.signals[r.num_signals] = r.signals[i]
-        r.num_signals += 1
-    if n > 0:
-        r.num_signals -= n
-        memmove(r.signals, r.signals + n, <size_t>r.num_signals * sizeof(signal_t))
+    rejected_last(r, r.num_rejected)
     sweep(r)
 
 
@@ -723,27 +680,14 @@ cdef void sweep(rank_t* r) noexcept nogil:
     r.header.num_running = kept
 
 
-cdef bint paged_progressed(const rank_t* r) noexcept nogil:
-    """Whether the pass changed anything an observer could see (spec/engine-contract.md section 7)."""
-    return (r.num_admissions > 0 or r.p.num_ready > 0 or r.p.completed > 0 or r.num_pressures > 0
-            or r.p.scheduled > 0)
-
-
 cdef void paged_settle(rank_t* r) noexcept nogil:
-    """Count the pass; one that changed nothing leaves no trace."""
-    cdef header_t* h = r.header
-    if not paged_progressed(r):
-        h.effect_free = 1
-        return
-    h.effect_free = 0
-    h.passes += 1
-    h.committed_prefill_tokens += r.p.prefill_tokens
-    welford_add(&h.duration_count, &h.duration_sum, &h.duration_mean, &h.duration_m2, r.p.end_ms - r.p.start_ms)
+    """Count the pass."""
+    count_pass(r)
 
 
 # ---------------------------------------------------------------- liveness
 
-cdef int paged_stuck(const rank_t* r, int64_t* needed) noexcept nogil:
+cdef int paged_stuck(const rank_t* r, int32_t* slot, int64_t* needed) noexcept nogil:
     """Why the head of the queue can never progress although nothing runs, or NO_REASON.
 
     Only after an effect-free pass: nothing overtakes the head, so nothing can
@@ -752,9 +696,10 @@ cdef int paged_stuck(const rank_t* r, int64_t* needed) noexcept nogil:
     cdef const request_t* q
     cdef const config_t* c = r.config
     needed[0] = 0
-    if not r.header.effect_free or r.header.num_running > 0 or r.header.waiting_head == NO_SLOT:
+    slot[0] = r.header.waiting_head
+    if not r.header.effect_free or r.header.num_running > 0 or slot[0] == NO_SLOT:
         return NO_REASON
-    q = &r.requests[r.header.waiting_head]
+    q = &r.requests[slot[0]]
     needed[0] = blocks_of(r, q.length)
     if q.flags & OUTGROWN and needed[0] <= c.num_blocks:
         needed[0] = c.num_blocks + 1
@@ -764,21 +709,3 @@ cdef int paged_stuck(const rank_t* r, int64_t* needed) noexcept nogil:
         needed[0] = q.num_input
         return BUDGET_TOO_SMALL
     return NOT_ADMITTED
-
-
-cdef int paged_fail_head(rank_t* r) noexcept nogil:
-    """End the stuck head: rejected if it never ran, else failed. Its signal is the only one."""
-    cdef int64_t needed
-    cdef int reason = paged_stuck(r, &needed)
-    cdef int32_t slot = r.header.waiting_head
-    if reason == NO_REASON:
-        return NO_REASON
-    memset(&r.p, 0, sizeof(pass_t))
-    r.num_signals = 0
-    r.num_rejected = 0
-    r.num_admissions = 0
-    r.num_pressures = 0
-    signal(r, slot, COMPLETED | (REJECTED if r.requests[slot].preemptions == 0 else FAILED), reason, needed)
-    drop_waiting(r, slot)
-    r.header.effect_free = 0
-    return reason

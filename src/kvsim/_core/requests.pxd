@@ -112,12 +112,13 @@ cdef inline void waiting_link(rank_t* r, int32_t slot, int32_t before) noexcept 
 
 
 cdef inline void waiting_push_back(rank_t* r, int32_t slot) noexcept nogil:
-    """Queue a request: at the end, or behind the last one of equal or smaller score."""
+    """Queue a request: at the end, or behind the last one of equal or smaller score; never before a preempted one."""
     cdef int32_t before = NO_SLOT
     cdef int32_t other
     if r.config.order == BY_SCORE:
         other = r.header.waiting_tail
-        while other != NO_SLOT and r.requests[other].score > r.requests[slot].score:
+        while (other != NO_SLOT and r.requests[other].status != PREEMPTED
+               and r.requests[other].score > r.requests[slot].score):
             before = other
             other = r.requests[other].prev
     waiting_link(r, slot, before)

@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int32_t, int64_t
 
-from kvsim._core.types cimport rank_t
+from kvsim._core.types cimport content_t, rank_t
 
 
 cdef class RankState:
@@ -13,8 +13,7 @@ cdef class RankState:
     cdef object _signals
     cdef object _admissions
     cdef object _pressures
-    cdef object _ready
-    cdef object _burst
+    cdef object _lists
     cdef list _outgrown
     cdef dict _offsets
     cdef object _profile
@@ -25,6 +24,7 @@ cdef class RankState:
     cdef rank_t* bind(self) noexcept
     cdef void _bind_arena(self)
     cdef object _section(self, str name, object dtype, int64_t count)
+    cdef int _fill_content(self, content_t* c, content) except -1
     cdef int _enlarge(self, int what, int64_t need) except -1
     cdef int _predict(self, int kind, int64_t count, int64_t first, int64_t second, int64_t total, double* out) noexcept
     cdef int32_t _ask_victim(self) noexcept

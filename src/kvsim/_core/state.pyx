@@ -21,17 +21,23 @@ import numpy as np
 from kvsim import layout
 from kvsim.errors import CommandError, SnapshotError, TimingError
 from kvsim._core.metrics cimport kvsim_variance, moments_variance
-from kvsim._core.paged_pass cimport (
-    paged_cancel, paged_emit, paged_fail_head, paged_progressed, paged_schedule, paged_settle, paged_stuck, paged_submit,
+from kvsim._core.engine cimport (
+    engine_active, engine_cancel, engine_emit, engine_events_shown, engine_fail_stuck, engine_retries, engine_schedule,
+    engine_stuck, engine_submit, engine_visible_events,
 )
 from kvsim._core.pool cimport pool_active
+from kvsim._core.radix cimport (
+    cursor_t, radix_evict, radix_insert, radix_lock, radix_match, radix_match_length, radix_reindex, radix_reset,
+    radix_unlock,
+)
 from kvsim._core.requests cimport id_find, id_insert, waiting_link, waiting_remove
 from kvsim._core.rng cimport rng_seed
+from kvsim._core.signals cimport progressed
 from kvsim._core.timing cimport kvsim_modelled_ms
 from kvsim._core.types cimport (
-    GROW_EVENT_BLOCKS, GROW_EVENTS, GROW_PRESSURES, GROW_REQUESTS, GROW_SIGNALS, GROW_TABLES, NO_BLOCK, NO_SLOT, PASS_OK,
-    WAITING, admission_t, block_t, config_t, content_t, event_block_t, event_t, header_t, pressure_t, profile_t, rank_t,
-    request_t, signal_t, slot_t,
+    GROW_EVENT_BLOCKS, GROW_EVENTS, GROW_NODES, GROW_PRESSURES, GROW_REQUESTS, GROW_RUNS, GROW_SIGNALS, GROW_TABLES,
+    NO_BLOCK, NO_SLOT, PASS_OK, RADIX, admission_t, block_t, config_t, content_t, event_block_t, event_t, header_t,
+    lease_t, node_t, pressure_t, profile_t, radix_t, rank_t, request_t, run_t, signal_t, slot_t,
 )
 from kvsim._core.xxh3 cimport xxh3_64
 
@@ -50,7 +56,17 @@ _SECTIONS = {
     "tables": np.dtype("<i4"),
     "events": layout.EVENT,
     "event_blocks": layout.EVENT_BLOCK,
+    "radix": layout.RADIX,
+    "leases": layout.LEASE,
+    "nodes": layout.NODE,
+    "node_index": np.dtype("<i4"),
+    "evict_heap": np.dtype("<i4"),
+    "runs": layout.RUN,
 }
+
+#: Sections that only the paged engines use, and only the radix engine: the others hold one row of them.
+_PAGED_SECTIONS = ("free_stack", "blocks", "slots", "tables")
+_RADIX_SECTIONS = ("radix", "leases", "nodes", "node_index", "evict_heap", "runs")
 
 
 cdef int64_t power_of_two(int64_t n) noexcept:
@@ -133,6 +149,7 @@ cdef class RankState:
 
     def __init__(self, config, seed, policy=None, timing=None, profile=None):
         cdef int64_t blocks = config["num_blocks"][0]
+        cdef bint radix = config["engine"][0] == RADIX
         self._policy = policy
         self._timing = timing
         self._set_profile(profile)
@@ -141,7 +158,10 @@ cdef class RankState:
             "blocks": blocks + 1, "slots": power_of_two(2 * blocks) if config["caching"][0] else 1,
             "tables": 4096, "events": 64 if config["emit_events"][0] else 1,
             "event_blocks": 256 if config["emit_events"][0] else 1,
+            "radix": 1, "leases": 64, "nodes": 64, "node_index": 128, "evict_heap": 64, "runs": 1024,
         }
+        for name in _PAGED_SECTIONS if radix else _RADIX_SECTIONS:
+            sizes[name] = 1
         self.arena = np.zeros(self._plan(sizes), np.uint8)
         self._bind_arena()
         self._alloc_scratch(64)
@@ -177,6 +197,15 @@ cdef class RankState:
         r.tables = <int32_t*>(base + <int64_t>o["tables"][0])
         r.events = <event_t*>(base + <int64_t>o["events"][0])
         r.event_blocks = <event_block_t*>(base + <int64_t>o["event_blocks"][0])
+        r.radix = <radix_t*>(base + <int64_t>o["radix"][0])
+        r.leases = <lease_t*>(base + <int64_t>o["leases"][0])
+        r.nodes = <node_t*>(base + <int64_t>o["nodes"][0])
+        r.node_index = <int32_t*>(base + <int64_t>o["node_index"][0])
+        r.evict_heap = <int32_t*>(base + <int64_t>o["evict_heap"][0])
+        r.runs = <run_t*>(base + <int64_t>o["runs"][0])
+        r.cap_nodes = o["nodes"][1]
+        r.mask_nodes = <int64_t>o["node_index"][1] - 1
+        r.cap_runs = o["runs"][1]
         r.cap_requests = o["requests"][1]
         r.mask_ids = <int64_t>o["ids"][1] - 1
         r.cap_tables = o["tables"][1]
@@ -187,7 +216,7 @@ cdef class RankState:
     cdef rank_t* bind(self) noexcept:
         return &self.r
 
-    def _alloc_scratch(self, requests):
+    def _alloc_scratch(self, int64_t requests):
         """What lives beside the arena, for `requests` rows."""
         cdef rank_t* r = &self.r
         contents = np.zeros(requests * sizeof(content_t), np.uint8)
@@ -203,11 +232,13 @@ cdef class RankState:
             admissions[:len(self._admissions)] = self._admissions
         self._admissions = admissions
         r.admissions = <admission_t*>address(admissions)
-        ready = np.zeros(requests, np.int32)
-        burst = np.zeros(requests, np.int32)
-        self._ready, self._burst = ready, burst
-        r.ready = <int32_t*>address(ready)
-        r.burst = <int32_t*>address(burst)
+        # Four lists of rows that live for one pass.
+        lists = np.zeros((4, requests), np.int32)
+        self._lists = lists
+        r.ready = <int32_t*>address(lists)
+        r.burst = r.ready + requests
+        r.terminal = r.burst + requests
+        r.retracted = r.terminal + requests
         if self._signals is None:
             self._signals = np.zeros(requests, layout.SIGNAL)
             self._pressures = np.zeros(16, layout.PRESSURE)
@@ -222,6 +253,9 @@ cdef class RankState:
         cdef int64_t blocks = r.config.num_blocks
         for i in range(r.mask_ids + 1):
             r.ids[i] = NO_SLOT
+        if r.config.engine == RADIX:
+            radix_reset(r)
+            blocks = 0
         # The top of the stack is handed out first: block 0.
         for i in range(blocks):
             r.free_stack[i] = <int32_t>(blocks - 1 - i)
@@ -230,7 +264,7 @@ cdef class RankState:
         r.blocks[blocks].prev = <int32_t>blocks
         r.blocks[blocks].next = <int32_t>blocks
         r.header.num_free = blocks
-        for i in range(r.mask_slots + 1):
+        for i in range(r.mask_slots + 1 if r.config.engine != RADIX else 0):
             r.slots[i].first = NO_BLOCK
             r.slots[i].last = NO_BLOCK
         r.header.waiting_head = NO_SLOT
@@ -264,9 +298,14 @@ cdef class RankState:
         if what == GROW_REQUESTS:
             sizes["requests"] = sizes["running"] = power_of_two(need)
             sizes["ids"] = 2 * sizes["requests"]
+            if r.config.engine == RADIX:
+                sizes["leases"] = sizes["requests"]
+        elif what == GROW_NODES:
+            sizes["nodes"] = sizes["evict_heap"] = power_of_two(need)
+            sizes["node_index"] = 2 * sizes["nodes"]
         else:
-            sizes[{GROW_TABLES: "tables", GROW_EVENTS: "events", GROW_EVENT_BLOCKS: "event_blocks"}[what]] = (
-                power_of_two(need))
+            sizes[{GROW_TABLES: "tables", GROW_EVENTS: "events", GROW_EVENT_BLOCKS: "event_blocks",
+                   GROW_RUNS: "runs"}[what]] = power_of_two(need)
         old, old_offsets = self.arena, self._offsets
         total = self._plan(sizes)
         self.arena = np.zeros(total, np.uint8)
@@ -278,13 +317,15 @@ cdef class RankState:
         self._outgrown.append(old)
         self._bind_arena()
         if what == GROW_REQUESTS:
-            self._outgrown.extend([self._ready, self._burst, self._admissions, self._contents_memory])
+            self._outgrown.extend([self._lists, self._admissions, self._contents_memory])
             self._alloc_scratch(sizes["requests"])
             for i in range(r.mask_ids + 1):
                 r.ids[i] = NO_SLOT
             for i in range(r.header.high_water):
                 if r.requests[i].status != 0:
                     id_insert(r, <int32_t>i)
+        elif what == GROW_NODES:
+            radix_reindex(r)
         return 0
 
     def _set_profile(self, profile):
@@ -374,7 +415,10 @@ cdef class RankState:
 
     cdef double _ask_score(self, int32_t slot) noexcept:
         try:
-            return float(self._policy.score(self.request_row(slot)))
+            score = float(self._policy.score(self.request_row(slot)))
+            if score != score:
+                raise ValueError("score() must return a number that can be ordered, got nan")
+            return score
         except BaseException as error:
             self.error = error
             return 0.0
@@ -387,18 +431,35 @@ cdef class RankState:
     # ------------------------------------------------------------ commands
 
     def submit(self, uint64_t id_hi, uint64_t id_lo, int64_t num_input, int64_t max_output, content):
-        """Queue a request; `content` is (hashes, locals or None, planned or None, anything to keep alive)."""
+        """Queue a request.
+
+        `content` is (hashes, locals or None, planned or None, anything to keep
+        alive) for the paged engines, (runs, head, planned or None, anything)
+        for the radix engine.
+        """
         cdef content_t c
         cdef int32_t slot
         self._outgrown.clear()
-        hashes, local, planned, _ = content
-        c.hashes = <const uint64_t*>address(hashes)
-        c.locals = NULL if local is None else <const uint64_t*>address(local)
-        c.planned = NULL if planned is None else <const uint32_t*>address(planned)
-        c.num_hashes = len(hashes)
-        slot = paged_submit(&self.r, id_hi, id_lo, num_input, max_output, &c)
+        self._fill_content(&c, content)
+        slot = engine_submit(&self.r, id_hi, id_lo, num_input, max_output, &c)
         self._contents[slot] = content
         return slot
+
+    cdef int _fill_content(self, content_t* c, content) except -1:
+        first, second, planned, _ = content
+        memset(c, 0, sizeof(content_t))
+        if self.r.config.engine == RADIX:
+            c.runs = <const run_t*>address(first)
+            c.num_runs = len(first)
+            c.head = second
+        else:
+            c.hashes = <const uint64_t*>address(first)
+            c.num_hashes = len(first)
+            if second is not None:
+                c.locals = <const uint64_t*>address(second)
+        if planned is not None:
+            c.planned = <const uint32_t*>address(planned)
+        return 0
 
     def find(self, uint64_t id_hi, uint64_t id_lo):
         """Row of a live request, -1 if there is none of that id."""
@@ -406,7 +467,7 @@ cdef class RankState:
 
     def cancel(self, int32_t slot):
         """Drop the request in row `slot`."""
-        paged_cancel(&self.r, slot)
+        engine_cancel(&self.r, slot)
         self._contents[slot] = None
 
     def reorder(self, slots):
@@ -425,27 +486,39 @@ cdef class RankState:
         self._outgrown.clear()
         r.want_signals = 1
         with nogil:
-            status = paged_schedule(r, now_ms)
+            status = engine_schedule(r, now_ms)
             if status == PASS_OK:
-                paged_emit(r)
-                paged_settle(r)
+                engine_emit(r)
         if self.error is not None:
             raise self.take_error()
         return r.p.end_ms
 
     def progressed(self):
         """Whether the last pass did anything."""
-        return paged_progressed(&self.r)
+        return progressed(&self.r)
 
     def stuck(self):
-        """(FailReason value, blocks or tokens needed) of a head that can never progress; reason 0: not stuck."""
-        cdef int64_t needed
-        cdef int reason = paged_stuck(&self.r, &needed)
-        return reason, needed
+        """(row, FailReason value, blocks or tokens needed) of a request that can never progress; reason 0: none."""
+        cdef int64_t needed = 0
+        cdef int32_t slot = NO_SLOT
+        cdef int reason = engine_stuck(&self.r, &slot, &needed)
+        return slot, reason, needed
 
-    def fail_head(self):
-        """End a stuck head; its signal is what `signals` returns next. Returns the reason."""
-        return paged_fail_head(&self.r)
+    def fail_stuck(self):
+        """End a stuck request; its signal is what `signals` returns next. Returns the reason."""
+        return engine_fail_stuck(&self.r)
+
+    def retries(self):
+        """(the last pass changed what lets the next one at the same instant differ, passes that may not prefill yet)."""
+        if self.r.config.engine != RADIX:
+            return None
+        return engine_retries(&self.r), self.r.radix.countdown
+
+    def cache_counters(self):
+        """Prompt tokens that the last pass found in the cache, and looked up (radix engine)."""
+        if self.r.config.engine != RADIX:
+            return 0, 0
+        return self.r.radix.hit_tokens, self.r.radix.total_tokens
 
     def signals(self):
         """Copy of the output signals of the last pass."""
@@ -483,7 +556,7 @@ cdef class RankState:
 
     @property
     def num_events(self):
-        return self.r.header.num_events
+        return engine_visible_events(&self.r)
 
     @property
     def completed(self):
@@ -505,12 +578,13 @@ cdef class RankState:
         memset(self.r.event_blocks, 0, <size_t>h.num_event_blocks * sizeof(event_block_t))
         h.num_events = 0
         h.num_event_blocks = 0
+        engine_events_shown(&self.r)
         return events, blocks
 
     def metrics(self):
         """Occupancy: (active, inactive, total, running, waiting, preemptions)."""
         cdef header_t* h = self.r.header
-        return (pool_active(&self.r), h.num_inactive, self.r.config.num_blocks, h.num_running, h.num_waiting,
+        return (engine_active(&self.r), h.num_inactive, self.r.config.num_blocks, h.num_running, h.num_waiting,
                 h.preemptions_total)
 
     def fpm(self):
@@ -534,6 +608,12 @@ cdef class RankState:
             "free_stack": h.num_free, "blocks": self.r.config.num_blocks, "slots": self.r.mask_slots + 1,
             "tables": h.table_used, "events": h.num_events, "event_blocks": h.num_event_blocks,
         }
+        if self.r.config.engine == RADIX:
+            used.update({
+                "radix": 1, "leases": h.high_water, "nodes": self.r.radix.num_nodes, "runs": self.r.radix.runs_used,
+                "node_index": self.r.mask_nodes + 1, "evict_heap": self.r.radix.heap_size, "free_stack": 0, "blocks": 0,
+                "slots": 0, "tables": 0,
+            })
         if name == "sentinel":
             array = self._section("blocks", layout.BLOCK, self.r.config.num_blocks + 1)[self.r.config.num_blocks:]
         else:
@@ -567,7 +647,56 @@ cdef class RankState:
     def pool(self):
         """(active, inactive, free, total) blocks."""
         cdef header_t* h = self.r.header
+        if self.r.config.engine == RADIX:
+            return (self.r.config.num_blocks - self.r.radix.available - self.r.radix.evictable,
+                    self.r.radix.evictable, self.r.radix.available, self.r.config.num_blocks)
         return (pool_active(&self.r), h.num_inactive, h.num_free, self.r.config.num_blocks)
+
+    # ------------------------------------------------------------ the radix tree, for tests and benchmarks
+
+    def tree_match(self, runs, int64_t pages, bint lock=False):
+        """Longest prefix of `runs` (layout.RUN), at most `pages` pages: (pages matched, node)."""
+        cdef cursor_t at
+        cdef int32_t node = 0
+        self._outgrown.clear()
+        at.run = <const run_t*>address(runs)
+        at.offset = 0
+        matched = radix_match(&self.r, at, pages, &node)
+        if lock:
+            radix_lock(&self.r, node)
+        return matched, node
+
+    def tree_match_length(self, runs, int64_t pages):
+        """As `tree_match`, changing nothing: pages matched."""
+        cdef cursor_t at
+        at.run = <const run_t*>address(runs)
+        at.offset = 0
+        return radix_match_length(&self.r, at, pages)
+
+    def tree_insert(self, int32_t node, runs, int64_t pages):
+        """Put `pages` pages below a node, taking those that are new from the pool: (pages found there, last node)."""
+        cdef cursor_t at
+        cdef int64_t found = 0
+        self._outgrown.clear()
+        at.run = <const run_t*>address(runs)
+        at.offset = 0
+        if pages > self.r.radix.available:
+            raise CommandError(f"pages: the pool has {self.r.radix.available} free, got {pages}")
+        last = radix_insert(&self.r, node, at, pages, &found)
+        self.r.radix.available -= pages - found
+        return found, last
+
+    def tree_lock(self, int32_t node):
+        """Protect a node and what is above it."""
+        radix_lock(&self.r, node)
+
+    def tree_unlock(self, int32_t node):
+        """Undo one `tree_lock`."""
+        radix_unlock(&self.r, node)
+
+    def tree_evict(self, int64_t pages):
+        """Free at least `pages` pages of unlocked leaves; returns how many."""
+        return radix_evict(&self.r, pages)
 
     # ------------------------------------------------------------ whole state
 
@@ -592,7 +721,6 @@ cdef class RankState:
 
     def load(self, arena, sizes, contents):
         """Become the state that `save` returned."""
-        cdef content_t* c
         cdef int64_t i
         if set(sizes) != set(_SECTIONS):
             raise SnapshotError("the snapshot has other tables than this version of kvsim")
@@ -614,20 +742,18 @@ cdef class RankState:
         for i, content in enumerate(self._contents):
             if content is None:
                 continue
-            c = &self.r.contents[i]
-            c.hashes = <const uint64_t*>address(content[0])
-            c.locals = NULL if content[1] is None else <const uint64_t*>address(content[1])
-            c.planned = NULL if content[2] is None else <const uint32_t*>address(content[2])
-            c.num_hashes = len(content[0])
+            self._fill_content(&self.r.contents[i], content)
 
     def digest(self):
         """64-bit hash of the state in use; equal states have equal digests, whatever their capacities."""
         cdef uint64_t h = 0
-        for name in ("config", "header", "running", "requests", "free_stack", "blocks", "sentinel", "slots", "tables",
-                     "events", "event_blocks"):
+        names = ["config", "header", "running", "requests", "events", "event_blocks"]
+        if self.r.config.engine == RADIX:
+            names += ["radix", "leases", "nodes", "evict_heap", "runs"]
+        else:
+            names += ["free_stack", "blocks", "sentinel", "tables"] + (["slots"] if self.r.config.caching else [])
+        for name in names:
             data = self.view(name).view(np.uint8)
-            if name == "slots" and self.r.config.caching == 0:
-                continue
             if len(data):
                 h = xxh3_64(<const uint8_t*>address(data), len(data), h)
         return h
@@ -653,10 +779,15 @@ def check_layout():
     cdef signal_t signal
     cdef admission_t admission
     cdef pressure_t pressure
+    cdef radix_t radix
+    cdef lease_t lease
+    cdef node_t node
+    cdef run_t run
     sizes = {
         "CONFIG": sizeof(config_t), "HEADER": sizeof(header_t), "REQUEST": sizeof(request_t), "BLOCK": sizeof(block_t),
         "HASH_SLOT": sizeof(slot_t), "EVENT": sizeof(event_t), "EVENT_BLOCK": sizeof(event_block_t),
         "SIGNAL": sizeof(signal_t), "ADMISSION": sizeof(admission_t), "PRESSURE": sizeof(pressure_t),
+        "RADIX": sizeof(radix_t), "LEASE": sizeof(lease_t), "NODE": sizeof(node_t), "RUN": sizeof(run_t),
     }
     for name, size in sizes.items():
         dtype = getattr(layout, name)
@@ -688,6 +819,18 @@ def check_layout():
         elif name == "SIGNAL":
             memcpy(&signal, data, size)
             fields = signal
+        elif name == "RADIX":
+            memcpy(&radix, data, size)
+            fields = radix
+        elif name == "LEASE":
+            memcpy(&lease, data, size)
+            fields = lease
+        elif name == "NODE":
+            memcpy(&node, data, size)
+            fields = node
+        elif name == "RUN":
+            memcpy(&run, data, size)
+            fields = run
         elif name == "ADMISSION":
             memcpy(&admission, data, size)
             fields = admission
@@ -709,7 +852,30 @@ def _compare(name, fields, row):
 
 
 def modelled_ms(double raw_ms, double ratio):
-    """A raw duration after the two roundings and the division of timing-and-fpm.md section 3, ms."""
+    """A raw duration after the two roundings and the division of timing-and-fpm.md section 3.
+
+    Parameters
+    ----------
+    raw_ms : float
+        Finite, >= 0.
+    ratio : float
+        Speed-up, finite, >= 0; 0 does not scale.
+
+    Returns
+    -------
+    float
+        Milliseconds.
+
+    Raises
+    ------
+    TimingError
+        If either is not.
+    """
+    for name, value in (("duration", raw_ms), ("ratio", ratio)):
+        if not value - value == 0.0:
+            raise TimingError(f"non-finite {name} {value}")
+        if value < 0.0:
+            raise TimingError(f"negative {name} {value}")
     return kvsim_modelled_ms(raw_ms, ratio)
 
 

@@ -32,6 +32,8 @@ cdef extern from *:
 cdef enum:
     NO_SLOT = -1
     NO_BLOCK = -1
+    NO_NODE = -1
+    ROOT = 0
     TABLE_CLASSES = 32
     MAX_DRAFTS = 64
 
@@ -45,6 +47,10 @@ cdef enum request_flag:
     SIGNALLED = 1  # its first output signal is out
     OUTGROWN = 2   # had the whole pool to itself and still could not grow
     SCORED = 4     # `score` was given by the policy
+
+cdef enum engine_kind:
+    PAGED = 0      # vLLM, TensorRT-LLM
+    RADIX = 1      # SGLang
 
 cdef enum gate_kind:
     FULL_ISL = 0       # the whole known sequence must fit (vLLM)
@@ -99,6 +105,8 @@ cdef enum growable:  # what `rank_t.grow` is asked to enlarge
     GROW_EVENT_BLOCKS = 3
     GROW_SIGNALS = 4
     GROW_PRESSURES = 5
+    GROW_NODES = 6
+    GROW_RUNS = 7
 
 cdef enum pass_status:
     PASS_OK = 0
@@ -135,7 +143,16 @@ cdef struct config_t:  # constants of the rank; one row
     int32_t ask_order             # the policy orders the waiting requests
     int32_t giveback              # cached blocks computed again for the drafter
     int32_t keep_locals           # local hashes are kept with the content
-    int32_t unused
+    int32_t engine                # engine_kind
+    int32_t lpm                   # radix: longest prefix match first
+    int32_t legacy                # radix: generation `dynamo-1.3`
+    int64_t max_prefill           # radix: computed prompt tokens per pass
+    int64_t chunk                 # radix: chunk budget per pass
+    int64_t clip                  # radix: output tokens reserved at most
+    int64_t prefill_interval      # radix: passes without prefill after one with
+    double init_ratio             # radix: new-token ratio
+    double min_ratio
+    double ratio_decay
     double accept_rates[MAX_DRAFTS]
 
 cdef struct header_t:  # every scalar of the rank; one row
@@ -215,6 +232,52 @@ cdef struct block_t:  # 32 bytes
     int32_t copy_next
     int32_t hashed                # 1: findable by `hash`
 
+cdef struct lease_t:  # radix engine: what a request owns, by request row; 32 bytes
+    int32_t node                  # deepest node it locks, 0 (the root): none
+    int32_t pages                 # pages owned, those of the tree included
+    int32_t cached                # leading pages that lie in the tree
+    int32_t run                   # first run of its content behind `cached` ...
+    int64_t run_offset            # ... and pages of that run before it
+    int32_t late                  # prompt too long for the model: rejected by the next pass
+    int32_t unused
+
+cdef struct node_t:  # radix engine: an edge of the tree and the node at its end; 64 bytes
+    int64_t last_access           # logical clock
+    int64_t ordinal               # order of creation
+    int64_t pages                 # on the edge
+    int32_t parent                # NO_NODE: the root, or an unused row
+    int32_t lock_refs             # leases whose path goes through here
+    int32_t children
+    int32_t keys                  # first run of the edge in the heap of runs
+    int32_t num_runs
+    int32_t span                  # span of that heap, of 2**span_class runs
+    int32_t span_class
+    int32_t heap_at               # place in the eviction heap, -1: not an unlocked leaf
+    int32_t next                  # list of unused rows
+    int32_t live
+
+cdef struct radix_t:  # radix engine: its scalars; one row
+    int64_t available             # pages that nobody owns
+    int64_t evictable             # pages of unlocked nodes
+    int64_t protected             # pages of locked nodes
+    int64_t clock                 # ticks once per operation on the tree
+    int64_t next_ordinal
+    int64_t num_nodes             # rows ever used, the root included
+    int64_t live_nodes
+    int64_t heap_size
+    int64_t runs_used             # bump pointer of the heap of runs
+    int64_t decode_passes         # passes with a decoding request
+    int64_t late_requests         # waiting prompts that are too long
+    int64_t countdown             # passes that may not prefill yet
+    double new_token_ratio
+    int64_t hit_tokens            # prompt tokens found in the cache by the last pass
+    int64_t total_tokens          # and those looked up
+    int32_t free_node
+    int32_t flush                 # buffered events may be handed out
+    int32_t retry                 # the ratio changed in the last pass
+    int32_t flushed               # leading events of the buffer that were handed out
+    int32_t run_free[TABLE_CLASSES]
+
 cdef struct slot_t:  # 16 bytes: hash table of findable blocks
     uint64_t hash
     int32_t first                 # oldest copy, NO_BLOCK: empty slot
@@ -264,6 +327,8 @@ cdef struct pressure_t:
     int64_t active_before
     int64_t active_after
     int64_t request_blocks
+    int64_t logical_available     # radix only: pages free or evictable, and pages the step needed
+    int64_t required
     int32_t slot
     int32_t computed              # tokens whose KV it lost
 
@@ -289,9 +354,13 @@ cdef struct pass_t:  # the pass being executed, scratch
     int64_t completed
     int64_t visible               # non-rejected signals, and distinct requests among them
     int64_t visible_requests
+    int64_t reserved              # radix: pages held for the tokens of this pass
+    double ratio_before           # radix: new-token ratio when the pass began
     int32_t preempted_any
     int32_t num_ready
     int32_t num_terminal
+    int32_t num_retracted
+    int32_t deferred              # radix: prefill had to wait
 
 cdef struct request_spec_t:  # layout.REQUEST_SPEC
     uint64_t id_hi
@@ -341,11 +410,19 @@ cdef enum run_status:  # layout.RequestStatus
     RUN_FAILED = 3
     RUN_CANCELLED = 4
 
+cdef struct run_t:  # layout.RUN: equal pages in a row
+    uint64_t key                  # local hash of each page
+    uint64_t seq                  # sequence hash of the last page, kept only with events
+    int64_t pages
+
 cdef struct content_t:  # what a request's tokens are; read-only, owned by Python, beside the arena
     const uint64_t* hashes        # one per full block of prompt and planned output
     const uint64_t* locals        # local hashes, NULL: not kept
     const uint32_t* planned       # output ids, NULL: made up by rule
     int64_t num_hashes
+    const run_t* runs             # radix engine: the full pages of prompt and planned output
+    int64_t num_runs
+    uint64_t head                 # equal for two requests exactly when their first 32 tokens, page-rounded, are
 
 cdef struct profile_t:  # an interpolated timing profile; read-only, owned by Python
     const double* decode_kv       # axis, active KV tokens
@@ -380,6 +457,15 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     slot_t* slots
     event_t* events
     event_block_t* event_blocks
+    radix_t* radix                # radix engine: the tree
+    lease_t* leases
+    node_t* nodes
+    int32_t* node_index           # (parent, first key) -> node, linear probing
+    int32_t* evict_heap           # unlocked leaves, the next victim first
+    run_t* runs                   # heap of the edges' runs
+    int64_t cap_nodes
+    int64_t mask_nodes
+    int64_t cap_runs
     int64_t cap_requests
     int64_t mask_ids
     int64_t cap_tables
@@ -394,6 +480,8 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     pressure_t* pressures
     int32_t* ready                # scratch: rows that emit in this pass
     int32_t* burst                # scratch: tokens each of them emits
+    int32_t* terminal             # scratch: rows that end without a token
+    int32_t* retracted            # scratch: rows that were retracted
     int64_t num_signals
     int64_t num_rejected
     int64_t num_admissions

@@ -70,13 +70,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     engine.add_argument("--workers", type=positive_int, default=1, metavar="N", help="number of workers (1)")
 
     load = parser.add_argument_group("load")
-    load.add_argument(
-        "--concurrency", type=positive_int, metavar="N", help="closed loop: at most N requests at once"
-    )
+    load.add_argument("--concurrency", type=positive_int, metavar="N", help="closed loop: at most N requests at once")
     load.add_argument("--speedup", type=positive_float, default=1.0, metavar="X", help="divide arrival times by X (1)")
-    load.add_argument(
-        "--max-sim-time", type=milliseconds, metavar="MS", help="stop at this virtual time, milliseconds"
-    )
+    load.add_argument("--max-sim-time", type=milliseconds, metavar="MS", help="stop at this virtual time, milliseconds")
     load.add_argument("--seed", type=non_negative_int, default=0, metavar="N", help="seed of everything random (0)")
     load.add_argument("--trace-format", default=_DEFAULT_FORMAT, metavar="NAME", help="format of the trace (mooncake)")
     load.add_argument(

@@ -31,7 +31,6 @@ _HAS_TOKEN, _COMPLETED, _REJECTED, _FAILED, _HAS_CACHED = 1, 2, 4, 8, 16
 # Options of the peer's engine that this version does not simulate, with the value that leaves them off.
 _OFF: dict[str, Any] = {
     "prefill_schedule_interval": 1,
-    "prefill_decode_interval": 0,
     "g3_offload": None,
     "state_cache": None,
     "frontend": None,

@@ -51,6 +51,11 @@ class Directive:
         A prompt-completing request counts in the decode duration.
     limit_model_len : bool
         `max_model_len` applies.
+    longest_prefix_first : bool
+        SGLang: waiting requests are ordered by what the cache holds of them.
+    init_new_token_ratio, min_new_token_ratio, new_token_ratio_decay : float
+        SGLang: share of the outputs of running requests that admission reserves,
+        at the start, at least, and what a pass without prefill takes off.
     """
 
     reserve_to_completion: bool = False
@@ -61,6 +66,10 @@ class Directive:
     always_draft: bool = False
     first_token_is_decode: bool = False
     limit_model_len: bool = True
+    longest_prefix_first: bool = False
+    init_new_token_ratio: float = 0.0
+    min_new_token_ratio: float = 0.0
+    new_token_ratio_decay: float = 0.0
 
 
 class PoolView(NamedTuple):

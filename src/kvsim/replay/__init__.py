@@ -1,5 +1,122 @@
-"""Replay of workloads in virtual time."""
+"""Replay of workloads in virtual time.
 
-from kvsim.replay.run import Run, replay
+The package has the name of its function: ``kvsim.replay(...)`` runs a
+workload. `kvsim` imports this module first of all, because the import system
+binds a submodule to its parent when it is loaded; so nothing heavy is
+imported before the function is called.
+"""
 
-__all__ = ["Run", "replay"]
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from kvsim.config import EngineConfig
+    from kvsim.policies import Policy
+    from kvsim.report import ReplayResult, Sla
+    from kvsim.workload import Workload
+
+__all__ = ["replay"]
+
+WorkloadLike: TypeAlias = "str | os.PathLike[str] | Workload | Iterable[Mapping[str, Any]]"
+
+
+def replay(
+    workload: WorkloadLike,
+    config: EngineConfig | None = None,
+    *,
+    workers: int = 1,
+    concurrency: int | None = None,
+    speedup: float = 1.0,
+    max_sim_time_ms: float | None = None,
+    seed: int = 0,
+    sla: Sla | None = None,
+    timing: Any = None,
+    tokenization: Mapping[str, Any] | None = None,
+    policy: Policy | str | None = None,
+    trace_format: str = "mooncake",
+    trace_block_size: int = 512,
+    strict: bool = False,
+    record_passes: bool = False,
+    capture_outputs: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> ReplayResult:
+    """Run a workload through simulated engines and report.
+
+    Parameters
+    ----------
+    workload : path, Workload or iterable of mappings
+        A trace file, a parsed workload, or a list of requests as for
+        `kvsim.workload.workload_from_requests`.
+    config : EngineConfig, optional
+        Of every worker; defaults if omitted.
+    workers : int
+        Engines, at least 1; requests are placed on them round robin.
+    concurrency : int, optional
+        Closed loop: at most so many requests (or active sessions) inside. Open loop if omitted.
+    speedup : float
+        Divides arrival times and think times; finite, > 0.
+    max_sim_time_ms : float, optional
+        Events later than this do not happen; what is unfinished then is counted as such.
+    seed : int
+        Added to the seeds of the configuration.
+    sla : Sla, optional
+        Bounds that count as goodput.
+    timing : TimingModel, optional
+        Callable model, or a profile, in place of the configuration's.
+    tokenization : mapping, optional
+        ``workers``, ``base_ms``, ``per_input_token_ms`` of a pool in front of each worker.
+    policy : Policy or str, optional
+        Scheduling policy of every rank; the backend's own if omitted.
+    trace_format, trace_block_size, strict
+        How to read a trace file, see `kvsim.workload.load_workload`.
+    record_passes : bool
+        Keep forward-pass metrics of every pass in ``result.passes``.
+    capture_outputs : bool
+        Keep every output signal in ``result.outputs``.
+    progress : callable, optional
+        Called now and then with (requests ended, requests in all).
+
+    Returns
+    -------
+    ReplayResult
+
+    Raises
+    ------
+    ConfigError
+        An option or the configuration is not allowed; names it.
+    WorkloadError
+        The trace or the list is malformed; names file and line, or position.
+    TimingError
+        A callable timing model failed.
+    """
+    from kvsim.config import EngineConfig
+    from kvsim.replay.run import Run
+    from kvsim.workload import Workload, load_workload, workload_from_requests
+
+    started = time.perf_counter()
+    if not isinstance(workload, Workload):
+        if isinstance(workload, (str, os.PathLike)):
+            workload = load_workload(workload, format=trace_format, block_size=trace_block_size, strict=strict)
+        else:
+            workload = workload_from_requests(workload)
+    run = Run(
+        workload,
+        config or EngineConfig(),
+        workers=workers,
+        concurrency=concurrency,
+        speedup=speedup,
+        max_sim_time_ms=max_sim_time_ms,
+        seed=seed,
+        timing=timing,
+        tokenization=tokenization,
+        policy=policy,
+        record_passes=record_passes,
+        capture_outputs=capture_outputs,
+        capture_admissions=True,
+    )
+    run.execute(progress)
+    return run.result(sla=sla, started=started)

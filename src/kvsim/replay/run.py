@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import heapq
 import math
-import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,116 +24,20 @@ from kvsim.contract import RankIdentity
 from kvsim.errors import ConfigError
 from kvsim.layout import RequestStatus
 from kvsim.policies import Policy
-from kvsim.rank import SchedulerRank
+from kvsim.rank import SchedulerRank, request_content
 from kvsim.report import GapHistogram, ReplayResult, RunTotals, Sla
-from kvsim.workload import ArrivalDriver, TokenizationPool, Workload, load_workload, workload_from_requests
+from kvsim.workload import ArrivalDriver, TokenizationPool, Workload
 
-__all__ = ["Run", "replay"]
+__all__ = ["Run"]
 
 #: Passes between two looks at the progress callback and at signals.
 _SLICE = 200_000
 
 _UNTIL, _ENDED, _SLICED, _CAPPED = range(4)
 
-WorkloadLike = str | os.PathLike[str] | Workload | Iterable[Mapping[str, Any]]
-
-
-def replay(
-    workload: WorkloadLike,
-    config: EngineConfig | None = None,
-    *,
-    workers: int = 1,
-    concurrency: int | None = None,
-    speedup: float = 1.0,
-    max_sim_time_ms: float | None = None,
-    seed: int = 0,
-    sla: Sla | None = None,
-    timing: Any = None,
-    tokenization: Mapping[str, Any] | None = None,
-    policy: Policy | str | None = None,
-    trace_format: str = "mooncake",
-    trace_block_size: int = 512,
-    strict: bool = False,
-    record_passes: bool = False,
-    capture_outputs: bool = False,
-    progress: Callable[[int, int], None] | None = None,
-) -> ReplayResult:
-    """Run a workload through simulated engines and report.
-
-    Parameters
-    ----------
-    workload : path, Workload or iterable of mappings
-        A trace file, a parsed workload, or a list of requests as for
-        `kvsim.workload.workload_from_requests`.
-    config : EngineConfig, optional
-        Of every worker; defaults if omitted.
-    workers : int
-        Engines, at least 1; requests are placed on them round robin.
-    concurrency : int, optional
-        Closed loop: at most so many requests (or active sessions) inside. Open loop if omitted.
-    speedup : float
-        Divides arrival times and think times; finite, > 0.
-    max_sim_time_ms : float, optional
-        Events later than this do not happen; what is unfinished then is counted as such.
-    seed : int
-        Added to the seeds of the configuration.
-    sla : Sla, optional
-        Bounds that count as goodput.
-    timing : TimingModel, optional
-        Callable model, or a profile, in place of the configuration's.
-    tokenization : mapping, optional
-        ``workers``, ``base_ms``, ``per_input_token_ms`` of a pool in front of each worker.
-    policy : Policy or str, optional
-        Scheduling policy of every rank; the backend's own if omitted.
-    trace_format, trace_block_size, strict
-        How to read a trace file, see `kvsim.workload.load_workload`.
-    record_passes : bool
-        Keep forward-pass metrics of every pass in ``result.passes``.
-    capture_outputs : bool
-        Keep every output signal in ``result.outputs``.
-    progress : callable, optional
-        Called now and then with (requests ended, requests in all).
-
-    Returns
-    -------
-    ReplayResult
-
-    Raises
-    ------
-    ConfigError
-        An option or the configuration is not allowed; names it.
-    WorkloadError
-        The trace or the list is malformed; names file and line, or position.
-    TimingError
-        A callable timing model failed.
-    """
-    started = time.perf_counter()
-    if not isinstance(workload, Workload):
-        if isinstance(workload, (str, os.PathLike)):
-            workload = load_workload(workload, format=trace_format, block_size=trace_block_size, strict=strict)
-        else:
-            workload = workload_from_requests(workload)
-    run = Run(
-        workload,
-        config or EngineConfig(),
-        workers=workers,
-        concurrency=concurrency,
-        speedup=speedup,
-        max_sim_time_ms=max_sim_time_ms,
-        seed=seed,
-        timing=timing,
-        tokenization=tokenization,
-        policy=policy,
-        record_passes=record_passes,
-        capture_outputs=capture_outputs,
-        capture_admissions=True,
-    )
-    run.execute(progress)
-    return run.result(sla=sla, started=started)
-
 
 class Run:
-    """One replay, from parsed input to result. Parameters as for `replay`; used once.
+    """One replay, from parsed input to result. Parameters as for `kvsim.replay`; used once.
 
     Attributes
     ----------
@@ -188,6 +91,8 @@ class Run:
         self.max_sim_time_ms = max_sim_time_ms
         self.driver = ArrivalDriver(workload, concurrency=concurrency, speedup=speedup)
         self._workers = workers
+        # Prompts that contain what earlier turns emitted are known only when a turn starts.
+        self._growing = workload.cumulative and workload.has_sessions
         self._concurrency = concurrency
         self._pool = None if tokenization is None else _tokenization_pool(tokenization)
         self.ranks = [
@@ -221,22 +126,26 @@ class Run:
         """Block hashes of all requests, once; those of growing conversations are made when a turn starts."""
         workload, config = self.workload, self.config
         n = len(workload)
-        if config.enable_prefix_caching and not workload.cumulative:
-            hashes, local, offsets = content.hash_workload(
-                workload.specs,
-                workload.segments,
-                workload.tokens,
-                workload.planned,
-                config.tokens_per_block,
-                config.num_gpu_blocks * config.tokens_per_block,
-                config.emit_kv_events,
-            )
-        else:
-            hashes, local, offsets = np.zeros(1, np.uint64), None, np.zeros(n + 1, np.int64)
-            if config.emit_kv_events:
-                local = np.zeros(1, np.uint64)
-        self._content = (hashes, local, offsets)
+        inputs = (
+            workload.specs,
+            workload.segments,
+            workload.tokens,
+            workload.planned,
+            config.tokens_per_block,
+            config.num_gpu_blocks * config.tokens_per_block,
+            config.emit_kv_events,
+        )
+        radix = config.backend == "sglang"
+        ahead = config.enable_prefix_caching and not self._growing
+        local: npt.NDArray[np.uint64] | None = None
+        hashes, offsets = np.zeros(1, np.uint64), np.zeros(n + 1, np.int64)
+        if ahead and not radix:
+            hashes, local, offsets = content.hash_workload(*inputs)
+        elif config.emit_kv_events:
+            local = hashes
         self._fleet.set_content(workload.specs, hashes, local, offsets, workload.planned)
+        if ahead and radix:
+            self._fleet.set_runs(*content.runs_workload(*inputs))
 
     # ------------------------------------------------------------ running
 
@@ -328,7 +237,7 @@ class Run:
                 break
 
     def _submit(self, rank: int, row: int, arrival_ms: float) -> None:
-        if not self.workload.cumulative:
+        if not self._growing:
             self._fleet.submit(rank, row, arrival_ms)
             return
         spec = self.workload.specs[row]
@@ -336,21 +245,9 @@ class Run:
         planned = int(spec["planned_offset"])
         count = int(spec["max_output_tokens"])
         outputs = None if planned < 0 else self.workload.planned[planned : planned + count]
-        hashes, local = np.zeros(0, np.uint64), None
-        if self.config.enable_prefix_caching:
-            hashes, local = content.hash_parts(
-                parts,
-                outputs,
-                int(spec["id_hi"]),
-                int(spec["id_lo"]),
-                count,
-                self.config.tokens_per_block,
-                self.config.num_gpu_blocks * self.config.tokens_per_block,
-                self.config.emit_kv_events,
-            )
-        self._fleet.submit(
-            rank, row, arrival_ms, self.driver.prompt_tokens(row), (hashes, local, outputs, None)
-        )
+        request_id = (int(spec["id_hi"]) << 64) | int(spec["id_lo"])
+        made = request_content(self.config, parts, outputs, request_id, count)
+        self._fleet.submit(rank, row, arrival_ms, self.driver.prompt_tokens(row), made)
 
     @property
     def _cap_ms(self) -> float:

@@ -1,0 +1,14 @@
+# The pass of the radix engine (SGLang), for `engine.pxd`.
+
+from libc.stdint cimport int32_t, int64_t, uint64_t
+
+from kvsim._core.types cimport content_t, rank_t
+
+cdef int32_t radix_submit(
+    rank_t* r, uint64_t id_hi, uint64_t id_lo, int64_t num_input, int64_t max_output, const content_t* content
+) noexcept nogil
+cdef void radix_cancel(rank_t* r, int32_t slot) noexcept nogil
+cdef int radix_schedule(rank_t* r, double now_ms) noexcept nogil
+cdef void radix_emit(rank_t* r) noexcept nogil
+cdef void radix_settle(rank_t* r) noexcept nogil
+cdef int radix_stuck(const rank_t* r, int32_t* slot, int64_t* needed) noexcept nogil

@@ -1,0 +1,901 @@
+# The pass of the radix engine: SGLang (spec/sglang.md sections 6 to 12).
+#
+# A pass is either prefill or decode. `radix_schedule` admits or, when nothing
+# was admitted, retracts and times a decode step; `radix_emit` gives tokens and
+# ends requests; `radix_settle` does the bookkeeping of the new-token ratio and
+# of the buffered events.
+
+from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.string cimport memset
+
+from kvsim._core.events cimport event_add, event_open
+from kvsim._core.metrics cimport moments_add
+from kvsim._core.radix cimport (
+    cursor_advance, cursor_t, radix_evict, radix_insert, radix_lock, radix_match, radix_match_length, radix_unlock,
+)
+from kvsim._core.requests cimport (
+    id_insert, row_release, row_take, running_append, running_delete, running_index, running_leave, waiting_link,
+    waiting_push_back, waiting_remove,
+)
+from kvsim._core.rng cimport rng_accept
+from kvsim._core.signals cimport count_pass, output_token, rejected_last, signal
+from kvsim._core.timing cimport timing_decode, timing_prefill
+from kvsim._core.types cimport (
+    BY_SCORE, CHECK, COMPLETED, DECODE, GROW_PRESSURES, HAS_PARENT, HAS_TOKEN, MODEL_LENGTH, NOT_ADMITTED, NO_REASON,
+    NO_SLOT, OUTGREW_POOL, PASS_FAILED, PASS_OK, POOL_TOO_SMALL, PREEMPTED, PREFILL, REJECTED, ROOT, RUNNING, SCORED,
+    STORED, WAITING, admission_t, config_t, content_t, event_t, header_t, lease_t, pass_t, pressure_t, radix_t, rank_t,
+    request_t, run_t, signal_t, unlikely,
+)
+
+cdef enum:
+    LPM_LIMIT = 128         # longer queues are served in order
+    DUPLICATE_TOKENS = 32   # in-batch prefix check, spec/sglang.md section 1.4
+    LOOK_AHEAD = 20         # decode steps that a retraction makes room for
+    FLUSH_PASSES = 40       # decode passes between two flushes of the event buffer
+
+
+cdef inline int64_t pages_of(const rank_t* r, int64_t tokens) noexcept nogil:
+    return (tokens + r.config.block_size - 1) // r.config.block_size
+
+
+cdef inline int64_t page_ceil(const rank_t* r, int64_t tokens) noexcept nogil:
+    return pages_of(r, tokens) * r.config.block_size
+
+
+cdef inline cursor_t content_start(const rank_t* r, int32_t slot) noexcept nogil:
+    cdef cursor_t at
+    at.run = r.contents[slot].runs
+    at.offset = 0
+    return at
+
+
+# ---------------------------------------------------------------- the lease of a request
+
+cdef inline void set_pages(rank_t* r, int32_t slot, int64_t pages) noexcept nogil:
+    cdef request_t* q = &r.requests[slot]
+    r.leases[slot].pages = <int32_t>pages
+    if q.status == RUNNING:
+        r.header.running_blocks += pages - q.n_blocks
+    q.n_blocks = <int32_t>pages
+    q.allocated = <int32_t>(pages * r.config.block_size)
+
+
+cdef inline bint take_pages(rank_t* r, int64_t pages) noexcept nogil:
+    """Own `pages` more pages, evicting if need be; false and nothing taken if there are not enough."""
+    if pages > r.radix.available + r.radix.evictable:
+        return False
+    if pages > r.radix.available:
+        radix_evict(r, pages - r.radix.available)
+    r.radix.available -= pages
+    return True
+
+
+cdef bint lease_fresh(rank_t* r, int32_t slot, int64_t tokens, int64_t cap) noexcept nogil:
+    """Cover `tokens` tokens of a request that owns nothing, matching at most `cap` of them (section 4.3)."""
+    cdef lease_t* l
+    cdef int64_t most = (cap if cap < tokens else tokens) // r.config.block_size
+    cdef int64_t prefix = 0
+    cdef int32_t node = ROOT
+    cdef cursor_t at = content_start(r, slot)
+    if r.config.caching:
+        prefix = radix_match(r, at, most, &node)
+        radix_lock(r, node)
+    if not take_pages(r, pages_of(r, tokens) - prefix):
+        radix_unlock(r, node)
+        return False
+    if prefix > 0:
+        cursor_advance(&at, prefix)
+    l = &r.leases[slot]
+    l.node = node
+    l.cached = <int32_t>prefix
+    l.run = <int32_t>(at.run - r.contents[slot].runs)
+    l.run_offset = at.offset
+    set_pages(r, slot, pages_of(r, tokens))
+    return True
+
+
+cdef bint lease_extend(rank_t* r, int32_t slot, int64_t tokens) noexcept nogil:
+    """Cover `tokens` tokens of a request that owns a part of them already (section 4.4)."""
+    cdef int64_t fresh = pages_of(r, tokens) - r.leases[slot].pages
+    if fresh > 0:
+        if not take_pages(r, fresh):
+            return False
+        set_pages(r, slot, r.leases[slot].pages + fresh)
+    return True
+
+
+cdef void tell_stored(rank_t* r, int32_t slot, int64_t first, int64_t last) noexcept nogil:
+    """Stored event of pages first .. last-1 of a request; with events a run is one page.
+
+    It continues the event before it in the buffer when that one ends at its parent.
+    """
+    cdef const content_t* content = &r.contents[slot]
+    cdef uint64_t parent = content.runs[first - 1].seq if first > 0 else 0
+    cdef event_t* before
+    cdef int64_t i
+    cdef bint joined = False
+    if r.header.num_events > r.radix.flushed and first > 0:
+        before = &r.events[r.header.num_events - 1]
+        joined = before.kind == STORED and before.count > 0 and (
+            r.event_blocks[before.first + before.count - 1].block_hash == parent)
+    if not joined:
+        event_open(r, STORED, parent, HAS_PARENT if first > 0 else 0)
+    for i in range(first, last):
+        event_add(r, content.runs[i].seq, content.runs[i].key, slot, <int32_t>i)
+
+
+cdef void commit(rank_t* r, int32_t slot, int64_t pages) noexcept nogil:
+    """Put the pages behind `cached`, up to `pages`, into the tree (section 4.5).
+
+    Pages that lay there already were owned twice: the request gives its copies
+    back and uses those of the tree.
+    """
+    cdef lease_t* l = &r.leases[slot]
+    cdef cursor_t at
+    cdef int64_t found
+    cdef int64_t more = pages - l.cached
+    cdef int32_t node
+    if not r.config.caching or more <= 0:
+        return
+    at.run = r.contents[slot].runs + l.run
+    at.offset = l.run_offset
+    node = radix_insert(r, l.node, at, more, &found)
+    if r.config.emit_events and found < more:
+        tell_stored(r, slot, l.cached + found, pages)
+    # Tree and events may have moved the arena.
+    l = &r.leases[slot]
+    r.radix.available += found
+    if node != l.node:
+        radix_lock(r, node)
+        radix_unlock(r, l.node)
+    cursor_advance(&at, more)
+    l.node = node
+    l.cached = <int32_t>pages
+    l.run = <int32_t>(at.run - r.contents[slot].runs)
+    l.run_offset = at.offset
+
+
+cdef inline void commit_computed(rank_t* r, int32_t slot) noexcept nogil:
+    commit(r, slot, r.requests[slot].computed // r.config.block_size)
+
+
+cdef void lease_finish(rank_t* r, int32_t slot) noexcept nogil:
+    """The request is done: its whole pages become cache, the rest is free."""
+    cdef lease_t* l = &r.leases[slot]
+    cdef request_t* q = &r.requests[slot]
+    cdef int64_t whole = q.computed // r.config.block_size
+    cdef int64_t found
+    cdef int64_t more
+    cdef cursor_t at
+    cdef int32_t node
+    if not r.config.caching or whole == 0:
+        r.radix.available += l.pages - l.cached
+        radix_unlock(r, l.node)
+    else:
+        more = whole - l.cached
+        r.radix.available += l.pages - whole
+        at.run = r.contents[slot].runs + l.run
+        at.offset = l.run_offset
+        # Also with nothing to add: it makes the whole path recent.
+        node = radix_insert(r, l.node, at, more, &found)
+        if r.config.emit_events and found < more:
+            tell_stored(r, slot, l.cached + found, whole)
+        l = &r.leases[slot]
+        r.radix.available += found
+        radix_unlock(r, l.node)
+    set_pages(r, slot, 0)
+    memset(&r.leases[slot], 0, sizeof(lease_t))
+
+
+cdef bint lease_release(rank_t* r, int32_t slot) noexcept nogil:
+    """Give up everything without caching more; true if capacity may have grown."""
+    cdef lease_t* l = &r.leases[slot]
+    cdef bint improved = l.pages > l.cached or l.node != ROOT
+    r.radix.available += l.pages - l.cached
+    radix_unlock(r, l.node)
+    set_pages(r, slot, 0)
+    memset(l, 0, sizeof(lease_t))
+    return improved
+
+
+# ---------------------------------------------------------------- entering and leaving
+
+cdef int32_t radix_submit(
+    rank_t* r, uint64_t id_hi, uint64_t id_lo, int64_t num_input, int64_t max_output, const content_t* content
+) noexcept nogil:
+    """Queue a request and return its row. The caller has checked that the id is not active."""
+    cdef const config_t* c = r.config
+    cdef int32_t slot = row_take(r)
+    cdef request_t* q = &r.requests[slot]
+    cdef bint late = c.max_model_len > 0 and num_input >= c.max_model_len
+    c = r.config
+    if c.max_model_len > 0 and not late and max_output > c.max_model_len - num_input:
+        max_output = c.max_model_len - num_input
+    q.id_hi = id_hi
+    q.id_lo = id_lo
+    q.num_input = <int32_t>num_input
+    q.length = <int32_t>num_input
+    q.max_output = <int32_t>max_output
+    q.limit = <int32_t>(num_input + max_output)
+    q.table = -1
+    q.stamp = -1
+    q.status = WAITING
+    q.next = NO_SLOT
+    q.prev = NO_SLOT
+    q.cached_prefix = -1
+    q.waiting_order = r.header.arrivals
+    r.header.arrivals += 1
+    r.contents[slot] = content[0]
+    memset(&r.leases[slot], 0, sizeof(lease_t))
+    r.leases[slot].late = late
+    r.radix.late_requests += late
+    id_insert(r, slot)
+    if c.order == BY_SCORE:
+        q.score = r.score(r, slot)
+        q.flags |= SCORED
+    waiting_push_back(r, slot)
+    return slot
+
+
+cdef void drop_waiting(rank_t* r, int32_t slot) noexcept nogil:
+    r.radix.late_requests -= r.leases[slot].late
+    waiting_remove(r, slot)
+    row_release(r, slot)
+
+
+cdef void radix_cancel(rank_t* r, int32_t slot) noexcept nogil:
+    """Drop a live request wherever it is."""
+    cdef request_t* q = &r.requests[slot]
+    if lease_release(r, slot):
+        r.header.capacity_generation += 1
+    if q.status == RUNNING:
+        running_leave(r, slot)
+        running_delete(r, running_index(r, slot))
+        row_release(r, slot)
+    else:
+        drop_waiting(r, slot)
+
+
+cdef void reject_late(rank_t* r) noexcept nogil:
+    """Prompts that reach the model's limit leave before anything else (section 6.7)."""
+    cdef int32_t slot = r.header.waiting_head
+    cdef int32_t after
+    while slot != NO_SLOT and r.radix.late_requests > 0:
+        after = r.requests[slot].next
+        if r.leases[slot].late:
+            signal(r, slot, COMPLETED | REJECTED, MODEL_LENGTH, r.requests[slot].num_input)
+            r.num_rejected += 1
+            r.p.completed += 1
+            drop_waiting(r, slot)
+        slot = after
+
+
+# ---------------------------------------------------------------- order of the queue
+
+cdef void order_by_prefix(rank_t* r) noexcept nogil:
+    """Longest cached prefix first; all but the first of a group of equal beginnings go last (section 6.3)."""
+    cdef int64_t n = r.header.num_waiting
+    cdef int64_t duplicate_pages = pages_of(r, DUPLICATE_TOKENS)
+    cdef int64_t i
+    cdef int64_t j
+    cdef int64_t prefix
+    cdef int64_t length
+    cdef int32_t slot = r.header.waiting_head
+    cdef int64_t[LPM_LIMIT] keys
+    cdef int32_t[LPM_LIMIT] slots
+    cdef uint64_t[LPM_LIMIT] heads
+    cdef int64_t num_heads = 0
+    cdef int64_t key
+    if not r.config.caching or n > LPM_LIMIT or n < 2:
+        return
+    for i in range(n):
+        length = r.requests[slot].length
+        prefix = radix_match_length(r, content_start(r, slot), length // r.config.block_size) * r.config.block_size
+        key = -prefix
+        if prefix <= DUPLICATE_TOKENS and length >= duplicate_pages * r.config.block_size:
+            for j in range(num_heads):
+                if heads[j] == r.contents[slot].head:
+                    key += <int64_t>1 << 40
+                    break
+            heads[num_heads] = r.contents[slot].head
+            num_heads += 1
+        # Insertion sort: stable, and the queue is short and nearly in order.
+        j = i
+        while j > 0 and keys[j - 1] > key:
+            keys[j] = keys[j - 1]
+            slots[j] = slots[j - 1]
+            j -= 1
+        keys[j] = key
+        slots[j] = slot
+        slot = r.requests[slot].next
+    for i in range(n):
+        waiting_remove(r, slots[i])
+        waiting_link(r, slots[i], NO_SLOT)
+
+
+# ---------------------------------------------------------------- prefill admission
+
+cdef void running_reserve(const rank_t* r, double* tokens) noexcept nogil:
+    """Output tokens that running requests are expected to need."""
+    cdef int64_t i
+    cdef int64_t left
+    cdef const request_t* q
+    tokens[0] = 0.0
+    for i in range(r.header.num_running):
+        q = &r.requests[r.running[i]]
+        left = q.limit - q.length
+        if left > r.config.clip:
+            left = r.config.clip
+        tokens[0] += <double>left * r.radix.new_token_ratio
+
+
+cdef int admit(rank_t* r) noexcept nogil:
+    """Section 6.4: prompts of this pass, in `ready`; unfinished chunks return to the front of the queue."""
+    cdef const config_t* c = r.config
+    cdef pass_t* p = &r.p
+    cdef header_t* h = r.header
+    cdef int64_t ps = c.block_size
+    cdef double rem_total
+    cdef double reserved
+    cdef int64_t rem_input = c.max_prefill
+    cdef int64_t rem_chunk = c.chunk
+    cdef int64_t slots = c.max_running - h.num_running
+    cdef int64_t admitted = 0
+    cdef int64_t start
+    cdef int64_t extend
+    cdef int64_t chunk
+    cdef int64_t charge
+    cdef int64_t reserve
+    cdef int64_t known
+    cdef int64_t prefix
+    cdef int32_t slot
+    cdef request_t* q
+    cdef admission_t* a
+    cdef bint first
+    cdef int decision
+    running_reserve(r, &reserved)
+    rem_total = <double>((r.radix.available + r.radix.evictable) * ps) - reserved
+    while admitted < slots and h.waiting_head != NO_SLOT:
+        slot = h.waiting_head
+        q = &r.requests[slot]
+        start = q.computed
+        if start == 0 and c.caching:
+            known = q.length if q.max_output == 0 else q.length - 1
+            start = radix_match_length(r, content_start(r, slot), known // ps) * ps
+        extend = q.length - start
+        if extend == 0 and q.computed > 0:
+            break
+        chunk = extend
+        if page_ceil(r, extend) > rem_chunk:
+            chunk = rem_chunk // ps * ps
+            if chunk > extend:
+                chunk = extend
+            if chunk == 0:
+                break
+        charge = page_ceil(r, chunk)
+        reserve = 0
+        if chunk == extend:
+            reserve = q.limit - q.length
+            if reserve > c.clip:
+                reserve = c.clip
+        if c.ask_admission:
+            decision = r.ask_admission(r, slot)
+            if decision < 0:
+                return PASS_FAILED
+            if decision == 0:
+                break
+        elif <double>(charge + reserve) >= rem_total:
+            break
+        if charge > rem_input or charge > rem_chunk:
+            break
+        first = q.computed == 0
+        prefix = q.computed
+        if first:
+            if not lease_fresh(r, slot, start + chunk, start):
+                break
+            prefix = <int64_t>r.leases[slot].cached * ps
+        elif not lease_extend(r, slot, start + chunk):
+            break
+        q = &r.requests[slot]
+        c = r.config
+        h = r.header
+        waiting_remove(r, slot)
+        q.computed = <int32_t>(start + chunk)
+        q.stamp = h.passes
+        if first:
+            a = &r.admissions[r.num_admissions]
+            r.num_admissions += 1
+            a.id_hi = q.id_hi
+            a.id_lo = q.id_lo
+            a.slot = slot
+            a.reused = <int32_t>prefix
+            r.radix.hit_tokens += prefix
+            r.radix.total_tokens += prefix
+        r.radix.total_tokens += q.computed - prefix
+        p.scheduled += 1
+        if q.computed > prefix:
+            moments_add(&p.prefill, q.num_input)
+            p.prefill_tokens += q.computed - prefix
+            p.prefill_kv_tokens += prefix
+        p.prefill_isl += q.computed
+        p.prefill_prefix += prefix
+        r.ready[admitted] = slot
+        admitted += 1
+        rem_total -= <double>(charge + reserve)
+        rem_input -= charge
+        rem_chunk -= charge
+        if rem_chunk <= 0:
+            break
+    p.prefill_count = admitted
+    return PASS_OK
+
+
+cdef void disperse(rank_t* r) noexcept nogil:
+    """Section 6.2 step 6: finished prompts start to run, chunks go back to the front."""
+    cdef int64_t i
+    cdef int32_t slot
+    cdef int64_t kept = 0
+    for i in range(r.p.prefill_count):
+        slot = r.ready[i]
+        if r.requests[slot].computed < r.requests[slot].length:
+            commit_computed(r, slot)
+            waiting_link(r, slot, r.header.waiting_head)
+        else:
+            running_append(r, slot)
+            r.ready[kept] = slot
+            kept += 1
+    r.p.num_ready = <int32_t>kept
+
+
+# ---------------------------------------------------------------- retraction
+
+cdef inline int64_t burst_of(const rank_t* r, const request_t* q) noexcept nogil:
+    cdef int64_t most = 1
+    if r.config.worker != PREFILL:
+        most += r.config.nextn
+    if most > q.limit - q.length:
+        most = q.limit - q.length
+    return most
+
+
+cdef int64_t growth_pages(const rank_t* r) noexcept nogil:
+    """Pages that the next decode step of all running requests may need, those that are done excepted."""
+    cdef int64_t total = 0
+    cdef int64_t more
+    cdef int64_t i
+    cdef const request_t* q
+    for i in range(r.header.num_running):
+        q = &r.requests[r.running[i]]
+        if q.length >= q.limit:
+            continue
+        more = pages_of(r, q.length + burst_of(r, q)) - q.n_blocks
+        if more > 0:
+            total += more
+    return total
+
+
+cdef void sort_running(rank_t* r) noexcept nogil:
+    """Most generated first, then shortest prompt; stable."""
+    cdef int64_t i
+    cdef int64_t j
+    cdef int32_t slot
+    cdef const request_t* q
+    cdef const request_t* o
+    for i in range(1, r.header.num_running):
+        slot = r.running[i]
+        q = &r.requests[slot]
+        j = i
+        while j > 0:
+            o = &r.requests[r.running[j - 1]]
+            if o.generated > q.generated or (o.generated == q.generated and o.num_input <= q.num_input):
+                break
+            r.running[j] = r.running[j - 1]
+            j -= 1
+        r.running[j] = slot
+
+
+cdef int64_t choose_victim(rank_t* r) noexcept nogil:
+    """Index in `running` of the request to retract; -2 if the policy failed."""
+    cdef int32_t victim
+    if r.config.victim == 2:
+        victim = r.ask_victim(r, NO_SLOT)
+        return victim if victim < 0 else running_index(r, victim)
+    return r.header.num_running - 1
+
+
+cdef void retract(rank_t* r, int64_t index, int64_t growth, double now_ms) noexcept nogil:
+    """Take everything from a running request; it is computed again later (section 7.2)."""
+    cdef header_t* h = r.header
+    cdef int32_t slot = r.running[index]
+    cdef request_t* q = &r.requests[slot]
+    cdef pressure_t* e
+    if unlikely(r.num_pressures == r.cap_pressures):
+        r.grow(r, GROW_PRESSURES, r.num_pressures + 1)
+    e = &r.pressures[r.num_pressures]
+    r.num_pressures += 1
+    e.id_hi = q.id_hi
+    e.id_lo = q.id_lo
+    e.slot = slot
+    e.computed = q.computed
+    e.running_before = <int32_t>h.num_running
+    e.waiting_before = -1
+    e.active_before = r.config.num_blocks - r.radix.available
+    e.request_blocks = q.n_blocks
+    e.logical_available = r.radix.available + r.radix.evictable
+    e.required = growth
+    lease_release(r, slot)
+    running_leave(r, slot)
+    running_delete(r, index)
+    q.computed = 0
+    q.allocated = 0
+    q.status = PREEMPTED if q.generated > 0 else WAITING
+    q.preemptions += 1
+    e.running_after = <int32_t>h.num_running
+    e.waiting_after = -1
+    e.active_after = r.config.num_blocks - r.radix.available
+
+
+cdef int make_memory(rank_t* r, double now_ms) noexcept nogil:
+    """Retract until the next step fits; retracted rows are listed in order."""
+    cdef int64_t growth
+    cdef int64_t live = 0
+    cdef int64_t index
+    cdef int64_t wanted
+    cdef int64_t i
+    cdef int32_t slot
+    cdef bint sorted_once = False
+    for i in range(r.header.num_running):
+        slot = r.running[i]
+        live += r.requests[slot].length < r.requests[slot].limit
+    growth = growth_pages(r)
+    while r.radix.available + r.radix.evictable < growth and live > 1:
+        if not sorted_once:
+            sort_running(r)
+            sorted_once = True
+        index = choose_victim(r)
+        if index == -2:
+            return PASS_FAILED
+        if index < 0:
+            break
+        r.retracted[r.p.num_retracted] = r.running[index]
+        r.p.num_retracted += 1
+        retract(r, index, growth, now_ms)
+        live -= 1
+        wanted = LOOK_AHEAD * live - r.radix.available * r.config.block_size
+        if wanted > 0:
+            radix_evict(r, pages_of(r, wanted))
+        growth = growth_pages(r)
+    if growth > r.radix.available:
+        radix_evict(r, growth - r.radix.available)
+    return PASS_OK
+
+
+cdef void estimate_ratio(rank_t* r) noexcept nogil:
+    """Section 7.3, from the survivors."""
+    cdef int64_t i
+    cdef int64_t out = 0
+    cdef int64_t most = 0
+    cdef int64_t n = 0
+    cdef const request_t* q
+    cdef double ratio
+    for i in range(r.header.num_running):
+        q = &r.requests[r.running[i]]
+        if q.length >= q.limit:
+            continue
+        out += q.generated
+        most += q.max_output
+        n += 1
+    ratio = <double>(out + LOOK_AHEAD * n) / <double>(most + 1)
+    r.radix.new_token_ratio = ratio if ratio < 1.0 else 1.0
+
+
+# ---------------------------------------------------------------- the pass
+
+cdef int schedule_decode(rank_t* r, double now_ms) noexcept nogil:
+    """Section 7.1 steps 1 to 6: who decodes, in `ready`; pages for them; the time."""
+    cdef pass_t* p = &r.p
+    cdef const request_t* q
+    cdef int64_t i
+    cdef int64_t context = 0
+    cdef int64_t growth
+    cdef int32_t slot
+    for i in range(r.header.num_running):
+        q = &r.requests[r.running[i]]
+        if q.length >= q.limit:
+            # Done before: it ends without a token, holding its pages until the end of the pass.
+            r.terminal[p.num_terminal] = r.running[i]
+            p.num_terminal += 1
+        else:
+            moments_add(&p.decode, q.length)
+    if p.decode.count > 0:
+        r.radix.decode_passes += 1
+        if make_memory(r, now_ms) != PASS_OK:
+            return PASS_FAILED
+        if p.num_retracted > 0:
+            estimate_ratio(r)
+    for i in range(r.header.num_running):
+        slot = r.running[i]
+        q = &r.requests[slot]
+        if q.length >= q.limit:
+            continue
+        r.ready[p.num_ready] = slot
+        p.num_ready += 1
+        context += q.length
+    if p.num_ready == 0:
+        return PASS_OK
+    growth = growth_pages(r)
+    if growth > r.radix.available:
+        p.num_ready = 0
+        return PASS_OK
+    if timing_decode(r, p.num_ready, context, context // p.num_ready, &p.decode_ms) < 0:
+        return PASS_FAILED
+    r.radix.available -= growth
+    p.reserved = growth
+    return PASS_OK
+
+
+cdef int radix_schedule(rank_t* r, double now_ms) noexcept nogil:
+    """All of a pass but its tokens: after this `r.p.end_ms` is known."""
+    cdef pass_t* p = &r.p
+    cdef radix_t* x = r.radix
+    cdef int64_t count
+    cdef bint deferred
+    memset(p, 0, sizeof(pass_t))
+    r.num_signals = 0
+    r.num_rejected = 0
+    r.num_admissions = 0
+    r.num_pressures = 0
+    p.start_ms = now_ms
+    p.ratio_before = x.new_token_ratio
+    x.hit_tokens = 0
+    x.total_tokens = 0
+    if x.late_requests > 0:
+        reject_late(r)
+    if r.config.ask_order and r.header.num_waiting > 1:
+        if r.ask_order(r, NO_SLOT) < 0:
+            return PASS_FAILED
+    elif r.config.lpm:
+        order_by_prefix(r)
+    deferred = x.countdown > 0
+    if deferred:
+        p.deferred = 1
+        r.radix.countdown -= 1
+    elif admit(r) != PASS_OK:
+        return PASS_FAILED
+    count = p.prefill_count
+    if count > 0:
+        if r.config.worker != DECODE and timing_prefill(
+                r, count, p.prefill_isl // count, p.prefill_prefix // count, &p.prefill_ms) < 0:
+            return PASS_FAILED
+        disperse(r)
+        if p.prefill_tokens > 0:
+            r.radix.countdown = r.config.prefill_interval
+    elif schedule_decode(r, now_ms) != PASS_OK:
+        return PASS_FAILED
+    p.end_ms = (now_ms + p.prefill_ms) + p.decode_ms
+    return PASS_OK
+
+
+# ---------------------------------------------------------------- tokens
+
+cdef inline void give_token(rank_t* r, int32_t slot) noexcept nogil:
+    """One token of a request, its KV slot accounted by the caller."""
+    cdef request_t* q = &r.requests[slot]
+    cdef bint done
+    cdef signal_t* s
+    q.length += 1
+    q.generated += 1
+    done = q.length >= q.limit
+    r.p.visible += 1
+    if r.want_signals or done:
+        s = signal(r, slot, HAS_TOKEN | COMPLETED if done else HAS_TOKEN, NO_REASON, 0)
+        if r.want_signals:
+            s.token = output_token(r, slot, q.generated - 1)
+
+
+cdef inline void end_request(rank_t* r, int32_t slot) noexcept nogil:
+    """Cache what a completed request computed and forget it; `running` is swept later."""
+    lease_finish(r, slot)
+    running_leave(r, slot)
+    r.header.capacity_generation += 1
+    r.p.completed += 1
+    row_release(r, slot)
+
+
+cdef int64_t first_growth(const rank_t* r) noexcept nogil:
+    """Pages for the first tokens of prompts that go on (section 6.5, group 3)."""
+    cdef int64_t total = 0
+    cdef int64_t i
+    cdef int64_t more
+    cdef const request_t* q
+    for i in range(r.p.num_ready):
+        q = &r.requests[r.ready[i]]
+        if q.limit - q.length >= 2:
+            more = pages_of(r, q.length + 1) - q.n_blocks
+            if more > 0:
+                total += more
+    return total
+
+
+cdef bint reserve_first(rank_t* r, int64_t growth) noexcept nogil:
+    """Pages for first tokens; evicts cached pages even when that is not enough."""
+    if growth > r.radix.available:
+        radix_evict(r, growth - r.radix.available)
+    if growth > r.radix.available:
+        return False
+    r.radix.available -= growth
+    return True
+
+
+cdef enum first_kind:  # what a finished prompt gets, in `burst` while it is decided
+    TOKENLESS = -1
+    LATER = 0     # no page for its token: it decodes in a later pass
+    FIRST = 1     # a token, and goes on
+    ONLY = 2      # its last token
+
+
+cdef void emit_first_tokens(rank_t* r) noexcept nogil:
+    """Section 6.5: the prefill forward gives each finished prompt one token."""
+    cdef int64_t n = r.p.num_ready
+    cdef int64_t i
+    cdef int64_t left
+    cdef int64_t growth
+    cdef int32_t slot
+    cdef request_t* q
+    for i in range(n):
+        slot = r.ready[i]
+        left = r.requests[slot].limit - r.requests[slot].length
+        r.burst[i] = TOKENLESS if left == 0 else (ONLY if left == 1 else FIRST)
+        if left == 0:
+            signal(r, slot, COMPLETED, NO_REASON, 0)
+            r.p.visible += 1
+            r.p.visible_requests += 1
+    for i in range(n):
+        if r.burst[i] == ONLY:
+            # The last token needs no KV slot: nothing will attend to it.
+            give_token(r, r.ready[i])
+    growth = first_growth(r)
+    if not reserve_first(r, growth):
+        # Commits give back duplicates, which may make room.
+        for i in range(n):
+            if r.burst[i] == FIRST:
+                commit_computed(r, r.ready[i])
+        for i in range(n):
+            if r.burst[i] == ONLY:
+                commit_computed(r, r.ready[i])
+        if not reserve_first(r, growth):
+            for i in range(n):
+                if r.burst[i] == FIRST:
+                    r.burst[i] = LATER
+    for i in range(n):
+        if r.burst[i] != FIRST:
+            continue
+        slot = r.ready[i]
+        commit_computed(r, slot)
+        q = &r.requests[slot]
+        if q.length + 1 > q.allocated:
+            set_pages(r, slot, q.n_blocks + 1)
+        q.computed += 1
+        give_token(r, slot)
+    for i in range(n):
+        if r.burst[i] == ONLY:
+            end_request(r, r.ready[i])
+    for i in range(n):
+        if r.burst[i] == TOKENLESS:
+            end_request(r, r.ready[i])
+    for i in range(n):
+        r.burst[i] = 1 if r.burst[i] > 0 else 0
+        r.p.visible_requests += r.burst[i]
+
+
+cdef void emit_decode(rank_t* r) noexcept nogil:
+    """Section 7.1: requests that are done, then a burst of each of the others."""
+    cdef const config_t* c = r.config
+    cdef int64_t i
+    cdef int64_t k
+    cdef int64_t most
+    cdef int32_t slot
+    cdef int32_t accepted
+    cdef request_t* q
+    for i in range(r.p.num_terminal):
+        signal(r, r.terminal[i], COMPLETED, NO_REASON, 0)
+        r.p.visible += 1
+        r.p.visible_requests += 1
+    for i in range(r.p.num_ready):
+        slot = r.ready[i]
+        q = &r.requests[slot]
+        most = q.limit - q.length
+        accepted = 1
+        if c.nextn > 0 and c.worker != PREFILL:
+            k = 0
+            while k < c.nextn and rng_accept(&r.header.rng, c.accept_rates[k]):
+                accepted += 1
+                k += 1
+        if accepted > most:
+            accepted = <int32_t>most
+        r.burst[i] = accepted
+        for k in range(accepted):
+            if q.computed == q.allocated:
+                set_pages(r, slot, q.n_blocks + 1)
+                r.p.reserved -= 1
+            q.computed += 1
+            give_token(r, slot)
+        r.p.visible_requests += 1
+    r.radix.available += r.p.reserved
+    r.p.reserved = 0
+    for i in range(r.p.num_terminal):
+        end_request(r, r.terminal[i])
+    for i in range(r.p.num_ready):
+        slot = r.ready[i]
+        if r.requests[slot].length >= r.requests[slot].limit:
+            end_request(r, slot)
+
+
+cdef void radix_emit(rank_t* r) noexcept nogil:
+    """Tokens and ends of the pass; retracted requests go to the back of the queue."""
+    cdef int64_t i
+    cdef int64_t kept = 0
+    cdef int64_t late = r.num_rejected
+    if r.p.prefill_count > 0:
+        emit_first_tokens(r)
+    else:
+        emit_decode(r)
+    rejected_last(r, late)
+    if r.p.completed > late:
+        for i in range(r.header.num_running):
+            if r.requests[r.running[i]].status == RUNNING:
+                r.running[kept] = r.running[i]
+                kept += 1
+        r.header.num_running = kept
+    for i in range(r.p.num_retracted):
+        waiting_link(r, r.retracted[i], NO_SLOT)
+
+
+cdef void radix_settle(rank_t* r) noexcept nogil:
+    """New-token ratio, event buffer, pass count (section 6.2 steps 12 and 13)."""
+    cdef radix_t* x = r.radix
+    cdef pass_t* p = &r.p
+    cdef double ratio
+    if p.num_retracted > 0:
+        r.header.capacity_generation += 1
+    elif p.prefill_count == 0 and not (p.deferred and p.decode.count == 0):
+        ratio = x.new_token_ratio - r.config.ratio_decay
+        x.new_token_ratio = ratio if ratio > r.config.min_ratio else r.config.min_ratio
+    if p.deferred and p.decode.count == 0 and p.prefill_count == 0:
+        x.new_token_ratio = r.config.init_ratio
+    x.retry = x.new_token_ratio != p.ratio_before
+    if p.prefill_count > 0 or r.header.num_running == 0 or (
+            p.decode.count > 0 and x.decode_passes % FLUSH_PASSES == 0):
+        x.flush = 1
+    count_pass(r)
+
+
+# ---------------------------------------------------------------- liveness
+
+cdef int radix_stuck(const rank_t* r, int32_t* slot, int64_t* needed) noexcept nogil:
+    """Which request blocks an idle rank for ever, and why; NO_REASON if none.
+
+    Only after an effect-free pass whose ratio could not change any more.
+    """
+    cdef const request_t* q
+    slot[0] = NO_SLOT
+    needed[0] = 0
+    if not r.header.effect_free or r.radix.retry or r.radix.countdown > 0:
+        return NO_REASON
+    if r.header.num_running > 0:
+        if r.header.num_running > 1:
+            return NO_REASON
+        slot[0] = r.running[0]
+        needed[0] = growth_pages(r) + r.requests[slot[0]].n_blocks
+        return OUTGREW_POOL
+    slot[0] = r.header.waiting_head
+    if slot[0] == NO_SLOT:
+        return NO_REASON
+    if r.config.ask_admission:
+        return NOT_ADMITTED
+    q = &r.requests[slot[0]]
+    needed[0] = q.limit - q.length
+    if needed[0] > r.config.clip:
+        needed[0] = r.config.clip
+    needed[0] = pages_of(r, q.length + needed[0] + 1)
+    return POOL_TOO_SMALL

@@ -1,0 +1,75 @@
+# Output signals and the counting of a pass, common to both engines.
+
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.string cimport memmove
+
+from kvsim._core.content cimport synthetic_token
+from kvsim._core.metrics cimport welford_add
+from kvsim._core.types cimport (
+    GROW_SIGNALS, HAS_CACHED, SIGNALLED, content_t, header_t, rank_t, request_t, signal_t, unlikely,
+)
+
+
+cdef inline signal_t* signal(rank_t* r, int32_t slot, int32_t flags, int32_t reason, int64_t needed) noexcept nogil:
+    """Append an output signal of a request; the first one carries its cached tokens."""
+    cdef request_t* q = &r.requests[slot]
+    cdef signal_t* s
+    if unlikely(r.num_signals == r.cap_signals):
+        r.grow(r, GROW_SIGNALS, r.num_signals + 1)
+    s = &r.signals[r.num_signals]
+    r.num_signals += 1
+    s.id_hi = q.id_hi
+    s.id_lo = q.id_lo
+    s.slot = slot
+    s.token = 0
+    s.flags = flags
+    s.cached = q.cached_prefix
+    s.reason = reason
+    s.num_input = q.num_input
+    s.needed = needed
+    s.generated = q.generated
+    s.preemptions = q.preemptions
+    if not q.flags & SIGNALLED:
+        q.flags |= SIGNALLED
+        if q.cached_prefix >= 0:
+            s.flags |= HAS_CACHED
+    return s
+
+
+cdef inline uint32_t output_token(const rank_t* r, int32_t slot, int32_t ordinal) noexcept nogil:
+    cdef const content_t* content = &r.contents[slot]
+    if content.planned != NULL:
+        return content.planned[ordinal]
+    return synthetic_token(r.requests[slot].id_hi, r.requests[slot].id_lo, <uint64_t>ordinal)
+
+
+cdef inline void rejected_last(rank_t* r, int64_t n) noexcept nogil:
+    """Move the `n` signals of rejected requests, written first, behind all others."""
+    cdef int64_t i
+    if n == 0:
+        return
+    for i in range(n):
+        if unlikely(r.num_signals == r.cap_signals):
+            r.grow(r, GROW_SIGNALS, r.num_signals + 1)
+        r.signals[r.num_signals] = r.signals[i]
+        r.num_signals += 1
+    r.num_signals -= n
+    memmove(r.signals, r.signals + n, <size_t>r.num_signals * sizeof(signal_t))
+
+
+cdef inline bint progressed(const rank_t* r) noexcept nogil:
+    """Whether the pass changed anything an observer could see (spec/engine-contract.md section 7)."""
+    return (r.num_admissions > 0 or r.p.num_ready > 0 or r.p.num_terminal > 0 or r.num_rejected > 0
+            or r.num_pressures > 0 or r.p.scheduled > 0)
+
+
+cdef inline void count_pass(rank_t* r) noexcept nogil:
+    """Count the pass; one that changed nothing leaves no trace."""
+    cdef header_t* h = r.header
+    if not progressed(r):
+        h.effect_free = 1
+        return
+    h.effect_free = 0
+    h.passes += 1
+    h.committed_prefill_tokens += r.p.prefill_tokens
+    welford_add(&h.duration_count, &h.duration_sum, &h.duration_mean, &h.duration_m2, r.p.end_ms - r.p.start_ms)

@@ -1,0 +1,742 @@
+"""Twin of the SGLang scheduler rank: plain lists, no cleverness.
+
+Written from spec/sglang.md and from no kernel. The handoff (section 12) is not
+modelled; where it would take part is said in the comments.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvsim.config import EngineConfig
+from kvsim.contract import (
+    Admission,
+    Applied,
+    CancelRequest,
+    Command,
+    CommandContext,
+    CommandEffects,
+    ForwardPassMetrics,
+    InternalEffects,
+    KvEvent,
+    Metrics,
+    Noop,
+    Output,
+    PassCompletionEffects,
+    PassStartEffects,
+    PendingPass,
+    PressureEvent,
+    PressureState,
+    RankIdentity,
+    RankPass,
+    Request,
+    SameTimestampRetry,
+    Submit,
+    Submitted,
+    id_to_int,
+)
+from kvsim.errors import CommandError, TimingError
+from model.hashing import ChaCha12, synthetic_token
+from model.paged import prompt_tokens
+from model.radix import EventLog, KvManager, Lease, ceil_div
+from model.timing import Callback, Timing
+from model.welford import Welford
+
+MASK64 = 2**64 - 1
+
+WAITING, RUNNING = "waiting", "running"
+
+#: section 1.4
+RATIO_OF_CONSERVATIVENESS = 0.7
+MIN_RATIO_SHARE = 0.14
+RATIO_DECAY_STEPS = 600
+LPM_QUEUE_LIMIT = 128
+DUPLICATE_TOKENS = 32
+LOOK_AHEAD_STEPS = 20
+#: section 4.7
+DECODE_PASSES_PER_FLUSH = 40
+
+
+@dataclass(eq=False)
+class Live:
+    """A request and what it owns."""
+
+    request_id: int
+    tokens: list[int]
+    prompt_length: int
+    max_output: int
+    planned: list[int] | None
+    lease: Lease = field(default_factory=Lease)
+    allocated: int = 0
+    status: str = WAITING
+    #: it was in a prefill batch at some time
+    ever_admitted: bool = False
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def out(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def remaining(self) -> int:
+        return max(0, self.max_output - self.out)
+
+    @property
+    def materialized(self) -> int:
+        return self.lease.materialized
+
+
+@dataclass
+class Chunk:
+    """What one request computes in a prefill pass."""
+
+    request: Live
+    computed: int
+    prefix: int
+    cache_reused: int
+
+
+@dataclass
+class PassState:
+    """The pass that is being formed."""
+
+    now_ms: float
+    chunks: list[Chunk] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
+    pressure: list[PressureEvent] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
+    #: in the order in which they give up their KV
+    completed: list[Live] = field(default_factory=list)
+    retracted: list[Live] = field(default_factory=list)
+    #: what the survivors of a retraction make of the new-token ratio
+    estimate: float | None = None
+    decode_lengths: list[int] = field(default_factory=list)
+
+
+class SglangModel:
+    """One rank; the methods are those of kvsim.SchedulerRank."""
+
+    #: what a failed timing provider must leave as it was
+    MUTABLE = (
+        "kv",
+        "waiting",
+        "running",
+        "requests",
+        "ratio",
+        "countdown",
+        "decode_passes",
+        "generation",
+        "hit_tokens",
+        "cache_total_tokens",
+        "last_pass_effect_free",
+        "last_hint",
+    )
+
+    def __init__(
+        self,
+        identity: RankIdentity,
+        config: EngineConfig,
+        timing: Any = None,
+        *,
+        prefill_decode_interval: int = 0,
+    ) -> None:
+        assert config.backend == "sglang"
+        self.identity = identity
+        self.config = config
+        self.options = config.sglang
+        self.rules = config.rules
+        self.interval = prefill_decode_interval
+        self.page_size = config.tokens_per_block
+        self.caching = config.enable_prefix_caching
+        self.total_tokens = config.num_gpu_blocks * self.page_size
+        self.timing = Timing(config, timing)
+        self.drafter = ChaCha12((config.aic_mtp_seed + identity.seed_offset) & MASK64)
+        events = EventLog(identity, config.emit_kv_events and self.caching, config.emit_kv_token_ids, merging=True)
+        self.kv = KvManager(self.total_tokens, self.page_size, self.caching, events)
+        self.requests: dict[int, Live] = {}
+        self.running: list[Live] = []
+        self.waiting: list[Live] = []
+        self.init_ratio = RATIO_OF_CONSERVATIVENESS * self.options.schedule_conservativeness
+        self.min_ratio = self.init_ratio * MIN_RATIO_SHARE
+        self.decay = (self.init_ratio - self.min_ratio) / RATIO_DECAY_STEPS
+        self.ratio = self.init_ratio
+        #: rounds that still may not prefill
+        self.countdown = 0
+        self.decode_passes = 0
+        #: capacity generation: what pending destinations wait for
+        self.generation = 0
+        self.hit_tokens = 0
+        self.cache_total_tokens = 0
+        self.last_pass_effect_free = False
+        self.last_hint = SameTimestampRetry.NOT_APPLICABLE
+        #: a command freed KV while a pass was in flight
+        self.command_events = False
+
+    # ------------------------------------------------------------ commands
+
+    def apply_command(
+        self, command: Command, context: CommandContext, pending: PendingPass | None = None
+    ) -> CommandEffects:
+        retired: tuple[int, ...] = ()
+        suppressed = False
+        before = list(self.kv.events.buffer)
+        if isinstance(command, Submit):
+            result: Any = self._submit(command.request)
+        elif isinstance(command, CancelRequest):
+            request_id = id_to_int(command.request_id)
+            result = self._cancel(request_id)
+            retired = (request_id,) if isinstance(result, Applied) else ()
+            withdraw = bool(retired) or command.discard_pending_output
+            if pending is not None and withdraw:
+                outputs = pending.effects.outputs
+                kept = [output for output in outputs if output.request_id != request_id]
+                suppressed = len(kept) != len(outputs)
+                pending.effects.outputs = kept
+        else:
+            raise CommandError(f"the twin does not know {type(command).__name__}")
+        if not isinstance(result, Noop):
+            self.last_pass_effect_free = False
+        self.command_events |= self.kv.events.buffer != before
+        return CommandEffects(
+            result=result,
+            kv_events=[] if context.pass_in_flight else self._command_events(),
+            retired_requests=retired,
+            metrics=self.metrics(),
+            suppressed_pending_output=suppressed,
+        )
+
+    def _command_events(self) -> list[KvEvent]:
+        """All that is buffered if a command added to it; what decode passes hold back alone stays."""
+        if not self.command_events:
+            return []
+        self.command_events = False
+        return self.kv.events.drain()
+
+    def _submit(self, request: Request) -> Submitted:
+        request_id = id_to_int(request.request_id)
+        if request_id in self.requests:
+            raise CommandError(f"request {request_id} is already active")
+        tokens = prompt_tokens(request)
+        if not tokens:
+            raise CommandError("tokens: at least one is needed, got none")
+        planned = None if request.output_token_ids is None else [int(token) for token in request.output_token_ids]
+        max_output = request.max_output_tokens if planned is None else len(planned)
+        limit = self.config.max_model_len
+        if limit is not None and len(tokens) < limit:
+            max_output = min(max_output, limit - len(tokens))
+        live = Live(request_id, tokens, len(tokens), max_output, planned)
+        self.requests[request_id] = live
+        self.waiting.append(live)
+        return Submitted(request_id)
+
+    def _cancel(self, request_id: int) -> Applied | Noop:
+        if request_id not in self.requests:
+            return Noop()
+        self.generation += self._drop(self.requests[request_id])
+        return Applied()
+
+    def _drop(self, request: Live) -> bool:
+        """The request leaves without finishing; whether that freed anything."""
+        queue = self.running if request in self.running else self.waiting
+        queue.remove(request)
+        del self.requests[request.request_id]
+        return self.kv.release(request.lease)
+
+    # ------------------------------------------------------------ the pass (section 6.2)
+
+    def execute_pass(self, now_ms: float) -> RankPass:
+        may_fail = isinstance(self.timing.model, Callback)
+        saved = copy.deepcopy({name: getattr(self, name) for name in self.MUTABLE}) if may_fail else {}
+        try:
+            return self._execute_pass(now_ms)
+        except TimingError:
+            for name, value in saved.items():
+                setattr(self, name, value)
+            raise
+
+    def _execute_pass(self, now_ms: float) -> RankPass:
+        before, ratio_before = self.metrics(), self.ratio
+        work = PassState(now_ms)
+        rejected = self._reject_too_long()
+        # Activated destinations are promoted into `running` here.
+        self._order_waiting()
+        deferred = self.countdown > 0
+        if deferred:
+            self.countdown -= 1
+        else:
+            # The admission gate of section 12 stands here.
+            self._admit(work)
+        prefill_ms = self._prefill_ms(work)
+
+        set_aside, fresh = self.running, self._disperse(work)
+        prefill_pass = bool(work.chunks)
+        if prefill_pass:
+            self.running = fresh
+            end_ms = now_ms + prefill_ms
+            self._first_tokens(work)
+            self.running = set_aside + self.running
+        else:
+            work.decode_lengths = [request.length for request in self.running if request.remaining > 0]
+            end_ms = now_ms + self._decode_step(work)
+        for request in work.completed:
+            # A registered source is held here instead.
+            del self.requests[request.request_id]
+            self.kv.finish(request.lease, request.tokens)
+            self.generation += 1
+        self.waiting += work.retracted
+        self._update_ratio(work, prefill_pass, deferred)
+        computed = sum(chunk.computed for chunk in work.chunks)
+        if computed:
+            # Of a group of ranks, any rank that computed starts the countdown of all.
+            self.countdown = self.interval
+        self.decode_passes += bool(work.decode_lengths)
+        flush = (
+            computed > 0
+            or not self.running
+            or (bool(work.decode_lengths) and self.decode_passes % DECODE_PASSES_PER_FLUSH == 0)
+        )
+        events = self.kv.events.drain() if flush else []
+        outputs = work.outputs + rejected
+        if deferred:
+            hint = SameTimestampRetry.COUNTDOWN
+        elif self.ratio != ratio_before:
+            hint = SameTimestampRetry.RETRY
+        else:
+            hint = SameTimestampRetry.EXHAUSTED
+        self.last_hint = hint
+        self.last_pass_effect_free = (
+            end_ms <= now_ms
+            and not (outputs or events or work.admissions or work.pressure or work.chunks)
+            and self.metrics() == before
+        )
+        self.hit_tokens = sum(chunk.cache_reused for chunk in work.chunks)
+        self.cache_total_tokens = self.hit_tokens + computed
+        metrics = self.metrics()._replace(
+            sglang_cache_hit_tokens=self.hit_tokens, sglang_cache_total_tokens=self.cache_total_tokens
+        )
+        signals = [output.request_id for output in outputs if not output.rejected]
+        effects = PassCompletionEffects(
+            outputs=outputs,
+            lifecycle_events=[],
+            kv_events=events,
+            metrics=metrics,
+            forward_pass_metrics=self._forward_pass_metrics(work, max(0.0, end_ms - now_ms)),
+            decode_acceptance=(len(signals), len(set(signals))),
+        )
+        return RankPass(
+            end_ms=end_ms,
+            same_timestamp_retry=hint,
+            start_effects=PassStartEffects(work.admissions, work.pressure, []),
+            pending=PendingPass(now_ms, effects),
+        )
+
+    def _reject_too_long(self) -> list[Output]:
+        """Section 6.7: prompts that the model length leaves no room for."""
+        limit = self.config.max_model_len
+        if limit is None:
+            return []
+        doomed = [request for request in self.waiting if request.prompt_length >= limit]
+        for request in doomed:
+            self._drop(request)
+        return [Output(request.request_id, None, True, True, None) for request in doomed]
+
+    def _prefill_ms(self, work: PassState) -> float:
+        if self.config.worker_type == "decode":
+            return 0.0
+        computing = [chunk for chunk in work.chunks if chunk.computed > 0]
+        isl = sum(chunk.request.materialized for chunk in computing)
+        prefix = sum(chunk.prefix for chunk in computing)
+        return self.timing.prefill_ms(len(computing), isl, prefix)
+
+    def _disperse(self, work: PassState) -> list[Live]:
+        """Unfinished chunks to the front of `waiting`, the rest is returned for `running`."""
+        fresh = []
+        for chunk in work.chunks:
+            request = chunk.request
+            if request.materialized < request.length:
+                self.kv.cache_prefix(request.lease, request.tokens)
+                self.waiting.insert(0, request)
+            else:
+                request.status = RUNNING
+                fresh.append(request)
+        return fresh
+
+    def _update_ratio(self, work: PassState, prefill_pass: bool, deferred: bool) -> None:
+        if work.estimate is not None:
+            self.ratio = work.estimate
+            self.generation += 1
+        elif deferred and not self.running and not work.decode_lengths:
+            # No rank of the group ran the model.
+            self.ratio = self.init_ratio
+        elif not prefill_pass:
+            self.ratio = max(self.min_ratio, self.ratio - self.decay)
+
+    # ------------------------------------------------------------ order and admission
+
+    def _order_waiting(self) -> None:
+        """Section 6.3."""
+        if self.options.schedule_policy != "lpm" or not self.caching or len(self.waiting) > LPM_QUEUE_LIMIT:
+            return
+        duplicate_length = self.kv.ceil(DUPLICATE_TOKENS)
+        seen: set[tuple[int, ...]] = set()
+        keys = {}
+        for request in self.waiting:
+            prefix = self.kv.match_len(request.lease, request.tokens, request.length)
+            deprioritised = False
+            if prefix <= DUPLICATE_TOKENS and request.length >= duplicate_length:
+                start = tuple(request.tokens[:duplicate_length])
+                deprioritised = start in seen
+                seen.add(start)
+            keys[request.request_id] = (deprioritised, -prefix)
+        self.waiting.sort(key=lambda request: keys[request.request_id])
+
+    def _admit(self, work: PassState) -> None:
+        """Section 6.4."""
+        options = self.options
+        rem_total = float(self.kv.reachable) - self._promised()
+        rem_input, rem_chunk = options.max_prefill_tokens, options.chunked_prefill_size
+        limit = self.config.max_num_seqs
+        while self.waiting and (limit is None or len(work.chunks) < limit - len(self.running)):
+            request = self.waiting[0]
+            tokens, lease = request.tokens, request.lease
+            started = request.materialized > 0
+            start = request.materialized
+            if not started:
+                reach = request.length - (request.max_output > 0)
+                start = self.kv.match_len(lease, tokens, reach)
+            extend = request.length - start
+            if extend == 0 and started:
+                break
+            chunk = extend if self.kv.ceil(extend) <= rem_chunk else min(extend, self.kv.floor(rem_chunk))
+            if chunk == 0 and extend > 0:
+                break
+            charge = self.kv.ceil(chunk)
+            reserve = min(request.remaining, options.clip_max_new_tokens) if chunk == extend else 0
+            if charge + reserve >= rem_total or charge > rem_input or charge > rem_chunk:
+                break
+            if started:
+                prefix = self.kv.extend(lease, start + chunk)
+            else:
+                prefix = self.kv.allocate(lease, tokens[: start + chunk], start)
+            if prefix is None:
+                break
+            self.waiting.pop(0)
+            request.allocated = self.kv.ceil(request.materialized)
+            request.ever_admitted = True
+            if not started:
+                work.admissions.append(Admission(request.request_id, prefix))
+            computed = request.materialized - prefix
+            work.chunks.append(Chunk(request, computed, prefix, 0 if started else prefix))
+            rem_total -= charge + reserve
+            rem_input -= charge
+            rem_chunk -= charge
+            if rem_chunk <= 0:
+                break
+
+    def _promised(self) -> float:
+        """Tokens that the running requests are expected to ask for."""
+        clip = self.options.clip_max_new_tokens
+        return sum(min(request.remaining, clip) for request in self.running) * self.ratio
+
+    # ------------------------------------------------------------ first tokens (section 6.5)
+
+    def _first_tokens(self, work: PassState) -> None:
+        """`running` holds the requests whose prompt is complete now, and they alone."""
+        none_left = [request for request in self.running if request.remaining == 0]
+        last = [request for request in self.running if request.remaining == 1]
+        others = [request for request in self.running if request.remaining > 1]
+        for request in none_left:
+            work.outputs.append(self._signal(request, None))
+        for request in last:
+            work.outputs.append(self._generate(request))
+        growth = self._growth(others, 1)
+        self.kv.evict(growth - self.kv.available)
+        reserved = self.kv.reserve(growth)
+        if reserved is None:
+            for request in (*others, *last):
+                self.kv.cache_prefix(request.lease, request.tokens)
+            self.kv.evict(growth - self.kv.available)
+            reserved = self.kv.reserve(growth)
+        if reserved is not None:
+            for request in others:
+                self.kv.cache_prefix(request.lease, request.tokens)
+                self._grow(request, reserved)
+                work.outputs.append(self._generate(request))
+            self.kv.release_reserved(reserved)
+        self._commit_last(last, others, none_left, reserved)
+        self.running = others
+        work.completed += none_left + last
+
+    def _commit_last(self, last, others, none_left, reserved) -> None:
+        for request in last:
+            self.kv.cache_prefix(request.lease, request.tokens)
+
+    # ------------------------------------------------------------ decode step (section 7)
+
+    def _growth(self, requests: list[Live], burst: int) -> int:
+        """Tokens in pages that the next burst of every request needs beyond what it has."""
+        return sum(
+            max(0, self.kv.ceil(request.length + min(burst, request.remaining)) - request.allocated)
+            for request in requests
+        )
+
+    def _grow(self, request: Live, reserved: list[int]) -> None:
+        self.kv.grow(request.lease, reserved)
+        request.allocated = self.kv.ceil(request.materialized)
+
+    def _decode_step(self, work: PassState) -> float:
+        """One step of everything in `running`; its duration, ms."""
+        for request in [request for request in self.running if request.remaining == 0]:
+            self._complete(request, work)
+            work.outputs.append(self._signal(request, None))
+        nextn = self.config.aic_nextn
+        burst_max = 1 if nextn is None or self.config.worker_type == "prefill" else nextn + 1
+        if not self.running:
+            return 0.0
+        self._retract(burst_max, work)
+        lengths = [request.length for request in self.running]
+        duration = self.timing.decode_step_ms(len(lengths), sum(lengths), sum(lengths) // len(lengths))
+        reserved = self.kv.reserve(self._growth(self.running, burst_max))
+        if reserved is None:
+            return 0.0
+        finished = []
+        for request in self.running:
+            for _ in range(self._sample_burst(request, burst_max)):
+                self._grow(request, reserved)
+                work.outputs.append(self._generate(request))
+            if request.remaining == 0:
+                finished.append(request)
+        self.kv.release_reserved(reserved)
+        for request in finished:
+            self._complete(request, work)
+        return duration
+
+    def _complete(self, request: Live, work: PassState) -> None:
+        self.running.remove(request)
+        work.completed.append(request)
+
+    def _retract(self, burst_max: int, work: PassState) -> None:
+        """Section 7.2: make room for the step, taking the KV of as few requests as possible."""
+        while (avail := self.kv.reachable) < (growth := self._growth(self.running, burst_max)):
+            if len(self.running) <= 1:
+                break
+            if not work.retracted:
+                self.running.sort(key=lambda request: (-request.out, request.prompt_length))
+            victim = self.running[-1]
+            before = self._pressure_state()
+            blocks = ceil_div(victim.allocated, self.page_size)
+            self.running.pop()
+            self.kv.release(victim.lease)
+            victim.allocated = 0
+            victim.status = WAITING
+            work.retracted.append(victim)
+            work.pressure.append(
+                PressureEvent(
+                    work.now_ms,
+                    "sglang_retraction",
+                    victim.request_id,
+                    before,
+                    self._pressure_state(),
+                    blocks,
+                    avail // self.page_size,
+                    ceil_div(growth, self.page_size),
+                )
+            )
+            self.kv.evict(LOOK_AHEAD_STEPS * len(self.running) - self.kv.available)
+        self.kv.evict(self._growth(self.running, burst_max) - self.kv.available)
+        if work.retracted:
+            out = sum(request.out for request in self.running)
+            planned = sum(request.max_output for request in self.running)
+            work.estimate = min(1.0, (out + LOOK_AHEAD_STEPS * len(self.running)) / (planned + 1))
+
+    def _pressure_state(self) -> PressureState:
+        return PressureState(len(self.running), None, self._active_blocks())
+
+    def _sample_burst(self, request: Live, burst_max: int) -> int:
+        """Section 8: drafts are drawn to the first rejection, then cut to what is left."""
+        accepted = 1
+        for rate in self.config.accept_rates[: burst_max - 1]:
+            if not self.drafter.accept(rate):
+                break
+            accepted += 1
+        return min(accepted, request.remaining)
+
+    # ------------------------------------------------------------ signals
+
+    def _generate(self, request: Live) -> Output:
+        """Append one token; its signal."""
+        ordinal = request.out
+        if request.planned is not None and ordinal < len(request.planned):
+            token = request.planned[ordinal]
+        else:
+            token = synthetic_token(request.request_id, ordinal)
+        request.tokens.append(token)
+        return self._signal(request, token)
+
+    def _signal(self, request: Live, token: int | None) -> Output:
+        completed = request.remaining == 0
+        delay = self._handoff_delay(request) if completed else None
+        return Output(request.request_id, token, completed, False, None, delay)
+
+    def _handoff_delay(self, request: Live) -> float | None:
+        per_token, bandwidth = self.config.kv_transfer_bytes_per_token, self.config.kv_transfer_bandwidth
+        if self.config.worker_type != "prefill" or not per_token or not bandwidth:
+            return None
+        return request.prompt_length * per_token / (bandwidth * 1e9) * 1000.0
+
+    # ------------------------------------------------------------ boundaries
+
+    def complete_pass(self, pending: PendingPass, end_ms: float) -> PassCompletionEffects:
+        assert not pending.completed
+        pending.completed = True
+        effects = pending.effects
+        # Pending destinations are retried here.
+        effects.kv_events = [*effects.kv_events, *self._command_events()]
+        effects.metrics = self.metrics()._replace(
+            sglang_cache_hit_tokens=self.hit_tokens, sglang_cache_total_tokens=self.cache_total_tokens
+        )
+        duration = max(0.0, end_ms - pending.started_at_ms)
+        effects.forward_pass_metrics = effects.forward_pass_metrics._replace(duration_ms=duration)
+        return effects
+
+    def complete_idle_group_pass(self, start_ms: float, end_ms: float) -> PassCompletionEffects:
+        idle = ForwardPassMetrics(0, 0, 0.0, 0, 0, 0, 0.0, 0, 0, 0.0, 0, 0, 0.0, max(0.0, end_ms - start_ms))
+        return PassCompletionEffects([], [], self._command_events(), self.metrics(), idle)
+
+    def next_internal_deadline_ms(self) -> float | None:
+        return None
+
+    def process_internal_work(self, now_ms: float, pass_in_flight: bool = False) -> InternalEffects:
+        return InternalEffects([], [] if pass_in_flight else self._command_events())
+
+    def is_ready(self) -> bool:
+        return not self.is_drained()
+
+    def is_drained(self) -> bool:
+        return not self.requests and self.countdown == 0
+
+    def waiting_for_external_command(self) -> bool:
+        return False
+
+    def _active_blocks(self) -> int:
+        return ceil_div(self.total_tokens - self.kv.available, self.page_size)
+
+    def metrics(self) -> Metrics:
+        active, total = self._active_blocks(), self.config.num_gpu_blocks
+        usage = active / total
+        running, waiting = len(self.running), len(self.waiting)
+        return Metrics(self.identity.dp_rank, active, 0, total, usage, usage, running, waiting, 0)
+
+    def _forward_pass_metrics(self, work: PassState, duration_ms: float) -> ForwardPassMetrics:
+        prefills = [chunk for chunk in work.chunks if chunk.computed > 0]
+        decode_kv = Welford(work.decode_lengths)
+        fresh = Welford(request.prompt_length for request in self.waiting if request.out == 0)
+        again = Welford(request.length for request in self.waiting if request.out > 0)
+        return ForwardPassMetrics(
+            num_prefill_requests=len(prefills),
+            sum_prefill_tokens=sum(chunk.computed for chunk in prefills),
+            var_prefill_length=Welford(chunk.request.prompt_length for chunk in prefills).variance,
+            sum_prefill_kv_tokens=sum(chunk.prefix for chunk in prefills),
+            num_decode_requests=decode_kv.count,
+            sum_decode_kv_tokens=decode_kv.sum,
+            var_decode_kv_tokens=decode_kv.variance,
+            num_queued_prefill=fresh.count,
+            sum_queued_prefill_tokens=fresh.sum,
+            var_queued_prefill_length=fresh.variance,
+            num_queued_decode=again.count,
+            sum_queued_decode_kv_tokens=again.sum,
+            var_queued_decode_kv_tokens=again.variance,
+            duration_ms=duration_ms,
+        )
+
+    # ------------------------------------------------------------ liveness
+
+    def _exhausted(self) -> bool:
+        """The last pass did nothing and the next would be the same."""
+        return self.last_pass_effect_free and self.last_hint is SameTimestampRetry.EXHAUSTED
+
+    def stuck_head(self) -> tuple[int, str] | None:
+        """The head of the queue and why it can never progress; None while there is hope."""
+        if self.running or not self.waiting or not self._exhausted():
+            return None
+        return self.waiting[0].request_id, "pool too small"
+
+    def fail_head(self, now_ms: float) -> Output:
+        """Remove the stuck head; the signal that ends it."""
+        return self._fail(self.waiting[0])
+
+    def stuck_running(self) -> tuple[int, str] | None:
+        """The lone running request if its next step can never fit; None while there is hope."""
+        if len(self.running) != 1 or not self._exhausted():
+            return None
+        return self.running[0].request_id, "outgrew the pool"
+
+    def fail_running(self) -> Output:
+        """Remove the running request that outgrew the pool; the signal that ends it."""
+        return self._fail(self.running[0])
+
+    def _fail(self, request: Live) -> Output:
+        self.generation += self._drop(request)
+        self.last_pass_effect_free = False
+        # What this freed is shown with the next completion.
+        self.command_events = bool(self.kv.events.buffer)
+        failed = request.ever_admitted
+        return Output(request.request_id, None, True, not failed, None, failed=failed)
+
+    # ------------------------------------------------------------ for comparison
+
+    def state(self) -> dict[str, Any]:
+        """Canonical description: no page ids and no times, only hashes, counts and orders."""
+        tree = self.kv.tree
+        return {
+            "waiting": [request.request_id for request in self.waiting],
+            "running": [request.request_id for request in self.running],
+            "requests": {
+                request_id: {
+                    "seq_len": request.length,
+                    "out": request.out,
+                    "materialized": request.materialized,
+                    "allocated": request.allocated,
+                    "cached": request.lease.cached,
+                    "pages": len(request.lease.pages),
+                    "status": request.status,
+                }
+                for request_id, request in sorted(self.requests.items())
+            },
+            "new_token_ratio": self.ratio,
+            "countdown": self.countdown,
+            "available_tokens": self.kv.available,
+            "tree": tree.describe(),
+            "eviction_order": [
+                [key for step in tree.path(node) for key in step.keys] for node in tree.eviction_order()
+            ],
+            "evictable_size": tree.evictable_size,
+            "protected_size": tree.protected_size,
+            "next_event_id": self.kv.events.next_event_id,
+            "buffered_events": list(self.kv.events.buffer),
+        }
+
+    def check(self) -> None:
+        """The invariants of sections 2, 4 and 5."""
+        members = [request.request_id for request in (*self.running, *self.waiting)]
+        assert sorted(members) == sorted(self.requests)
+        self.kv.check([request.lease for request in self.requests.values()])
+        assert self.min_ratio <= self.ratio or self.ratio <= 1.0
+        limit = self.config.max_num_seqs
+        assert limit is None or len(self.running) <= limit
+        for request in self.requests.values():
+            lease = request.lease
+            assert request.allocated == len(lease.pages) * self.page_size
+            assert 0 <= request.allocated - lease.materialized < self.page_size
+            assert lease.cached <= lease.materialized <= request.length
+            assert request.out <= request.max_output
+            if request.status == RUNNING:
+                assert request in self.running
+                assert lease.materialized == request.length
+            else:
+                assert request in self.waiting
