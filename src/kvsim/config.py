@@ -296,7 +296,9 @@ class EngineConfig(_Strict, frozen=True):
                 raise ConfigError(name, f"expected a {kind.__name__}, got {getattr(self, name)!r}")
         if self.backend != "sglang":
             if self.prefill_decode_interval:
-                raise ConfigError("prefill_decode_interval", f"needs backend sglang, got {self.prefill_decode_interval}")
+                raise ConfigError(
+                    "prefill_decode_interval", f"needs backend sglang, got {self.prefill_decode_interval}"
+                )
             return
         if not self.enable_chunked_prefill:
             raise ConfigError("enable_chunked_prefill", "must be true for backend sglang")

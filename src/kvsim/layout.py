@@ -329,7 +329,7 @@ RADIX = np.dtype(
         ("total_tokens", "<i8"),  # and those looked up
         ("free_node", "<i4"),
         ("flush", "<i4"),  # buffered events may be handed out
-        ("retry", "<i4"),  # the ratio changed in the last pass
+        ("retry", "<i4"),  # retry_kind of the last pass
         ("flushed", "<i4"),  # leading events of the buffer that were handed out
         ("run_free", "<i4", (TABLE_CLASSES,)),
     ]

@@ -65,6 +65,12 @@ _HAS_TOKEN, _COMPLETED, _REJECTED, _FAILED, _HAS_CACHED = 1, 2, 4, 8, 16
 _STORED = 0
 _HAS_PARENT = 1
 _WORKER = {"aggregated": 0, "prefill": 1, "decode": 2}
+_RETRY_HINTS = {
+    None: SameTimestampRetry.NOT_APPLICABLE,
+    0: SameTimestampRetry.EXHAUSTED,
+    1: SameTimestampRetry.RETRY,
+    2: SameTimestampRetry.COUNTDOWN,
+}
 _EMPTY_EVENTS: tuple[KvEvent, ...] = ()
 
 
@@ -506,13 +512,7 @@ class SchedulerRank:
         return RankPass(end_ms, self._retry_hint(), start, PendingPass(now_ms, effects))
 
     def _retry_hint(self) -> SameTimestampRetry:
-        hint = self._state.retries()
-        if hint is None:
-            return SameTimestampRetry.NOT_APPLICABLE
-        changed, countdown = hint
-        if countdown > 0:
-            return SameTimestampRetry.COUNTDOWN
-        return SameTimestampRetry.RETRY if changed else SameTimestampRetry.EXHAUSTED
+        return _RETRY_HINTS[self._state.retries()]
 
     def complete_pass(self, pending: PendingPass, end_ms: float) -> PassCompletionEffects:
         """End a pass: what it kept back, with metrics as they are now.

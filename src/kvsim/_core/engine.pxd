@@ -51,7 +51,7 @@ cdef inline void engine_emit(rank_t* r) noexcept nogil:
 
 cdef inline bint engine_retries(const rank_t* r) noexcept nogil:
     """Whether an effect-free pass changed something that lets the next one at this instant differ."""
-    return r.config.engine == RADIX and (r.radix.retry or r.radix.countdown > 0)
+    return r.config.engine == RADIX and r.radix.retry != 0
 
 
 cdef inline int engine_stuck(const rank_t* r, int32_t* slot, int64_t* needed) noexcept nogil:

@@ -27,6 +27,10 @@ from kvsim._core.types cimport (
     request_t, run_t, signal_t, unlikely,
 )
 
+cdef enum retry_kind:  # why a pass at the same instant may differ from one that did nothing
+    RETRY_RATIO = 1         # the new-token ratio moved
+    RETRY_COUNTDOWN = 2     # prefill had to wait for the interval
+
 cdef enum:
     LPM_LIMIT = 128         # longer queues are served in order
     DUPLICATE_TOKENS = 32   # in-batch prefix check, spec/sglang.md section 1.4
@@ -414,11 +418,13 @@ cdef int admit(rank_t* r) noexcept nogil:
         r.radix.total_tokens += q.computed - prefix
         p.scheduled += 1
         if q.computed > prefix:
+            # A prompt found whole in the cache takes part in the pass, not in its time.
             moments_add(&p.prefill, q.num_input)
             p.prefill_tokens += q.computed - prefix
             p.prefill_kv_tokens += prefix
-        p.prefill_isl += q.computed
-        p.prefill_prefix += prefix
+            p.prefill_count += 1
+            p.prefill_isl += q.computed
+            p.prefill_prefix += prefix
         r.ready[admitted] = slot
         admitted += 1
         rem_total -= <double>(charge + reserve)
@@ -426,7 +432,7 @@ cdef int admit(rank_t* r) noexcept nogil:
         rem_chunk -= charge
         if rem_chunk <= 0:
             break
-    p.prefill_count = admitted
+    p.admitted = admitted
     return PASS_OK
 
 
@@ -435,7 +441,7 @@ cdef void disperse(rank_t* r) noexcept nogil:
     cdef int64_t i
     cdef int32_t slot
     cdef int64_t kept = 0
-    for i in range(r.p.prefill_count):
+    for i in range(r.p.admitted):
         slot = r.ready[i]
         if r.requests[slot].computed < r.requests[slot].length:
             commit_computed(r, slot)
@@ -663,8 +669,8 @@ cdef int radix_schedule(rank_t* r, double now_ms) noexcept nogil:
     elif admit(r) != PASS_OK:
         return PASS_FAILED
     count = p.prefill_count
-    if count > 0:
-        if r.config.worker != DECODE and timing_prefill(
+    if p.admitted > 0:
+        if r.config.worker != DECODE and count > 0 and timing_prefill(
                 r, count, p.prefill_isl // count, p.prefill_prefix // count, &p.prefill_ms) < 0:
             return PASS_FAILED
         disperse(r)
@@ -779,9 +785,12 @@ cdef void emit_first_tokens(rank_t* r) noexcept nogil:
         give_token(r, slot)
     for i in range(n):
         if r.burst[i] == ONLY:
-            end_request(r, r.ready[i])
+            commit_computed(r, r.ready[i])
     for i in range(n):
         if r.burst[i] == TOKENLESS:
+            end_request(r, r.ready[i])
+    for i in range(n):
+        if r.burst[i] == ONLY:
             end_request(r, r.ready[i])
     for i in range(n):
         r.burst[i] = 1 if r.burst[i] > 0 else 0
@@ -836,7 +845,7 @@ cdef void radix_emit(rank_t* r) noexcept nogil:
     cdef int64_t i
     cdef int64_t kept = 0
     cdef int64_t late = r.num_rejected
-    if r.p.prefill_count > 0:
+    if r.p.admitted > 0:
         emit_first_tokens(r)
     else:
         emit_decode(r)
@@ -858,15 +867,14 @@ cdef void radix_settle(rank_t* r) noexcept nogil:
     cdef double ratio
     if p.num_retracted > 0:
         r.header.capacity_generation += 1
-    elif p.prefill_count == 0 and not (p.deferred and p.decode.count == 0):
+    elif p.admitted == 0 and not (p.deferred and p.decode.count == 0):
         ratio = x.new_token_ratio - r.config.ratio_decay
         x.new_token_ratio = ratio if ratio > r.config.min_ratio else r.config.min_ratio
-    if p.deferred and p.decode.count == 0 and p.prefill_count == 0:
+    if p.deferred and p.decode.count == 0 and p.admitted == 0:
         x.new_token_ratio = r.config.init_ratio
-    x.retry = x.new_token_ratio != p.ratio_before
-    if p.prefill_count > 0 or r.header.num_running == 0 or (
-            p.decode.count > 0 and x.decode_passes % FLUSH_PASSES == 0):
-        x.flush = 1
+    x.retry = RETRY_COUNTDOWN if p.deferred else (RETRY_RATIO if x.new_token_ratio != p.ratio_before else 0)
+    x.flush = p.prefill_tokens > 0 or r.header.num_running == 0 or (
+        p.decode.count > 0 and x.decode_passes % FLUSH_PASSES == 0)
     count_pass(r)
 
 
@@ -880,7 +888,7 @@ cdef int radix_stuck(const rank_t* r, int32_t* slot, int64_t* needed) noexcept n
     cdef const request_t* q
     slot[0] = NO_SLOT
     needed[0] = 0
-    if not r.header.effect_free or r.radix.retry or r.radix.countdown > 0:
+    if not r.header.effect_free or r.radix.retry != 0:
         return NO_REASON
     if r.header.num_running > 0:
         if r.header.num_running > 1:

@@ -22,7 +22,7 @@ from kvsim import layout
 from kvsim.errors import CommandError, SnapshotError, TimingError
 from kvsim._core.metrics cimport kvsim_variance, moments_variance
 from kvsim._core.engine cimport (
-    engine_active, engine_cancel, engine_emit, engine_events_shown, engine_fail_stuck, engine_retries, engine_schedule,
+    engine_active, engine_cancel, engine_emit, engine_events_shown, engine_fail_stuck, engine_schedule,
     engine_stuck, engine_submit, engine_visible_events,
 )
 from kvsim._core.pool cimport pool_active
@@ -509,10 +509,8 @@ cdef class RankState:
         return engine_fail_stuck(&self.r)
 
     def retries(self):
-        """(the last pass changed what lets the next one at the same instant differ, passes that may not prefill yet)."""
-        if self.r.config.engine != RADIX:
-            return None
-        return engine_retries(&self.r), self.r.radix.countdown
+        """`retry_kind` of the last pass of the radix engine, None for the paged engines."""
+        return self.r.radix.retry if self.r.config.engine == RADIX else None
 
     def cache_counters(self):
         """Prompt tokens that the last pass found in the cache, and looked up (radix engine)."""

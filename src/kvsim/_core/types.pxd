@@ -274,7 +274,7 @@ cdef struct radix_t:  # radix engine: its scalars; one row
     int64_t total_tokens          # and those looked up
     int32_t free_node
     int32_t flush                 # buffered events may be handed out
-    int32_t retry                 # the ratio changed in the last pass
+    int32_t retry                 # retry_kind of the last pass
     int32_t flushed               # leading events of the buffer that were handed out
     int32_t run_free[TABLE_CLASSES]
 
@@ -354,6 +354,7 @@ cdef struct pass_t:  # the pass being executed, scratch
     int64_t completed
     int64_t visible               # non-rejected signals, and distinct requests among them
     int64_t visible_requests
+    int64_t admitted              # radix: prompts and chunks of this pass, those without work too
     int64_t reserved              # radix: pages held for the tokens of this pass
     double ratio_before           # radix: new-token ratio when the pass began
     int32_t preempted_any

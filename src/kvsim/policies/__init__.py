@@ -5,4 +5,13 @@ from kvsim.policies.sglang import SglangPolicy
 from kvsim.policies.trtllm import TrtllmPolicy
 from kvsim.policies.vllm import VllmPolicy
 
-__all__ = ["Directive", "Policy", "PoolView", "SglangPolicy", "TrtllmPolicy", "VllmPolicy", "get_policy", "register_policy"]
+__all__ = [
+    "Directive",
+    "Policy",
+    "PoolView",
+    "SglangPolicy",
+    "TrtllmPolicy",
+    "VllmPolicy",
+    "get_policy",
+    "register_policy",
+]
