@@ -1,7 +1,8 @@
-"""The invariants of a rank's state, checked one by one (spec/kv-cache.md section 2)."""
+"""The invariants of a rank's state, one by one (spec/kv-cache.md section 2, spec/sglang.md sections 2 and 4)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,9 @@ from kvsim.errors import IntegrityError
 __all__ = ["check_rank"]
 
 _WAITING, _RUNNING, _PREEMPTED = 1, 2, 3
+_RADIX = 1
+_ROOT = 0
+_GOLDEN = 0x9E3779B97F4A7C15
 
 
 def _require(condition: Any, message: str) -> None:
@@ -22,12 +26,22 @@ def _same(name: str, recorded: Any, counted: Any) -> None:
     _require(recorded == counted, f"{name} is {recorded}, counting gives {counted}")
 
 
-def check_rank(state: Any) -> None:
+def check_rank(state: Any, locked: Sequence[int] = ()) -> None:
     """Verify the arena of a `RankState` between passes.
 
-    Every block is in exactly one place and its references are its occurrences
-    in block tables; lists link both ways; the hash table finds each findable
-    block under its hash and nothing else; every sum equals its recount.
+    Paged engines: every block is in exactly one place and its references are
+    its occurrences in block tables; lists link both ways; the hash table finds
+    each findable block under its hash and nothing else; every sum equals its
+    recount. Radix engine: every page is free, in the tree or of one request;
+    the tree links both ways and is indexed; locks are those of the leases; the
+    eviction heap holds the unlocked leaves in order; every sum equals its
+    recount.
+
+    Parameters
+    ----------
+    state : RankState
+    locked : sequence of int
+        Radix engine: nodes locked by `RankState.tree_lock`, once per lock.
 
     Raises
     ------
@@ -35,11 +49,14 @@ def check_rank(state: Any) -> None:
         Naming the first invariant that does not hold.
     """
     config, header = state.view("config")[0], state.view("header")[0]
-    requests, blocks = state.view("requests"), state.view("blocks")
-    tables = state.view("tables")
+    requests = state.view("requests")
     live = np.flatnonzero(requests["status"])
     _same("num_live", header["num_live"], len(live))
-
+    if config["engine"] == _RADIX:
+        _check_radix(state, config, header, requests, live, locked)
+        _check_queues(state, config, header, requests)
+        return
+    blocks, tables = state.view("blocks"), state.view("tables")
     held = np.zeros(len(blocks), np.int64)
     for slot in live.tolist():
         row = requests[slot]
@@ -155,3 +172,225 @@ def _check_hash_table(state: Any, blocks: Any) -> None:
         _same(f"hash slot {at}: last", entry["last"], before)
     _require((seen == (blocks["hashed"] != 0)).all(), "the hash table is not the findable blocks")
     _same("distinct hashes", len(np.unique(slots["hash"][used])), len(used))
+
+
+# ---------------------------------------------------------------- radix engine
+
+
+def _check_radix(state: Any, config: Any, header: Any, requests: Any, live: Any, locked: Sequence[int]) -> None:
+    radix, nodes, leases = state.view("radix")[0], state.view("nodes"), state.view("leases")
+    rows = np.flatnonzero(nodes["live"])
+    _require(len(rows) > 0 and rows[0] == _ROOT, "the root is not there")
+    _same("live_nodes", radix["live_nodes"], len(rows))
+    _require(
+        nodes["parent"][_ROOT] == -1 and nodes["num_runs"][_ROOT] == 0 and nodes["lock_refs"][_ROOT] == 0,
+        "the root has a parent, an edge or a lock",
+    )
+    tree = rows[1:]
+    _check_edges(state, config, radix, nodes, tree)
+    _check_links(radix, nodes, rows, tree)
+    _check_locks(nodes, tree, np.concatenate([leases["node"][live], np.array(locked, np.int64)]).astype(np.int64))
+    _check_index(state, nodes, tree)
+    _check_eviction_heap(state, radix, nodes, tree)
+
+    pages, unlocked = nodes["pages"][tree], nodes["lock_refs"][tree] == 0
+    _same("evictable", radix["evictable"], pages[unlocked].sum())
+    _same("protected", radix["protected"], pages[~unlocked].sum())
+    private = int((leases["pages"][live].astype(np.int64) - leases["cached"][live]).sum())
+    _same("num_blocks", config["num_blocks"], radix["available"] + pages.sum() + private)
+    _require(radix["available"] >= 0, f"available is {radix['available']}")
+    if not config["caching"]:
+        _require(len(tree) == 0, "prefix caching is off but the tree has pages")
+
+    ratio, most = float(radix["new_token_ratio"]), max(1.0, float(config["init_ratio"]))
+    _require(0.0 <= ratio <= most, f"new_token_ratio is {ratio}, outside 0..{most}")
+    _require(
+        0 <= radix["countdown"] <= config["prefill_interval"],
+        f"countdown is {radix['countdown']}, the interval {config['prefill_interval']}",
+    )
+    _require(
+        0 <= radix["flushed"] <= header["num_events"],
+        f"{radix['flushed']} of {header['num_events']} buffered events were handed out",
+    )
+    for slot in live.tolist():
+        _check_lease(state, config, nodes, requests[slot], leases[slot], slot)
+    _same("late_requests", radix["late_requests"], leases["late"][live].sum())
+
+
+def _check_edges(state: Any, config: Any, radix: Any, nodes: Any, tree: Any) -> None:
+    """Edges are not empty and lie in their spans; the spans of live nodes and the free ones tile the heap of runs."""
+    runs = state.view("runs")
+    part = nodes[tree]
+    keys, count = part["keys"].astype(np.int64), part["num_runs"].astype(np.int64)
+    span, room = part["span"].astype(np.int64), np.int64(1) << part["span_class"].astype(np.int64)
+    _require((count > 0).all(), "a node has an empty edge")
+    _require(((span <= keys) & (keys + count <= span + room)).all(), "the runs of an edge lie outside its span")
+    first = np.cumsum(count) - count
+    at = np.repeat(keys - first, count) + np.arange(count.sum())
+    _require((runs["pages"][at] > 0).all(), "an edge has a run without pages")
+    if len(tree):
+        _require(
+            (np.add.reduceat(runs["pages"][at], first) == part["pages"]).all(),
+            "the runs of an edge do not sum to its pages",
+        )
+    if config["emit_events"]:
+        _require((runs["pages"][at] == 1).all(), "a run is longer than the page that its events name")
+
+    starts, sizes = span.tolist(), room.tolist()
+    for size, free in enumerate(radix["run_free"].tolist()):
+        while free != -1:
+            _require(len(starts) <= radix["runs_used"], f"the list of free spans of {1 << size} runs does not end")
+            starts.append(free)
+            sizes.append(1 << size)
+            free = int(runs["pages"][free])
+    begin, length = np.array(starts, np.int64), np.array(sizes, np.int64)
+    order = np.argsort(begin)
+    ends = (begin + length)[order]
+    _require((begin[order] == np.concatenate([[0], ends])[:-1]).all(), "the spans of runs overlap or leave a gap")
+    _same("runs_used", radix["runs_used"], ends[-1] if len(ends) else 0)
+
+
+def _check_links(radix: Any, nodes: Any, rows: Any, tree: Any) -> None:
+    """Parents live and count their children, every node is below the root, unused rows are on their list."""
+    parents = nodes["parent"][tree]
+    _require(
+        ((parents >= 0) & (parents < len(nodes))).all() and (nodes["live"][parents] != 0).all(),
+        "a node hangs below a row that is not in use",
+    )
+    counted = np.bincount(parents, minlength=len(nodes))
+    _require((counted[rows] == nodes["children"][rows]).all(), "a node miscounts its children")
+    above, depth = parents, 0
+    while (above != _ROOT).any():
+        _require(depth <= len(tree), "the tree has a cycle")
+        above = np.where(above == _ROOT, _ROOT, nodes["parent"][above])
+        depth += 1
+    _require((nodes["last_access"][rows] <= radix["clock"]).all(), "a node was touched in the future")
+    ordinals = nodes["ordinal"][rows]
+    _require(
+        len(np.unique(ordinals)) == len(rows) and (ordinals < radix["next_ordinal"]).all(),
+        "two nodes have the same ordinal, or one has the next",
+    )
+    unused, row = 0, int(radix["free_node"])
+    while row != -1:
+        _require(not nodes["live"][row], f"node {row} is in use and on the list of unused rows")
+        unused += 1
+        _require(unused <= len(nodes), "the list of unused nodes does not end")
+        row = int(nodes["next"][row])
+    _same("num_nodes", radix["num_nodes"], len(rows) + unused)
+
+
+def _check_locks(nodes: Any, tree: Any, held: Any) -> None:
+    """A lock of a node is a lock of all above it; there are no others."""
+    expected = np.zeros(len(nodes), np.int64)
+    above = held[held != _ROOT]
+    while len(above):
+        np.add.at(expected, above, 1)
+        above = nodes["parent"][above]
+        above = above[above != _ROOT]
+    wrong = np.flatnonzero(nodes["lock_refs"] != expected)
+    _require(
+        len(wrong) == 0,
+        f"lock_refs of nodes {wrong.tolist()} are {nodes['lock_refs'][wrong].tolist()}, "
+        f"leases give {expected[wrong].tolist()}",
+    )
+
+
+def _check_index(state: Any, nodes: Any, tree: Any) -> None:
+    """The index holds every node once, reachable from the home of its parent and first key."""
+    index, runs = state.view("node_index"), state.view("runs")
+    used = np.flatnonzero(index >= 0)
+    listed = index[used]
+    _require(
+        len(listed) == len(tree) and (np.sort(listed) == tree).all(),
+        "the index of children is not the nodes of the tree",
+    )
+    if len(tree) == 0:
+        return
+    mask = len(index) - 1
+    parents = nodes["parent"][listed]
+    keys = runs["key"][nodes["keys"][listed]]
+    homes = (keys ^ (parents.astype(np.uint64) * np.uint64(_GOLDEN))) & np.uint64(mask)
+    gap = (used - homes.astype(np.int64)) & mask
+    # Empty slots up to each place, twice round, tell whether any lies between a home and its node.
+    empty = np.concatenate([[0], np.cumsum(np.tile(index < 0, 2))])
+    start = homes.astype(np.int64)
+    _require((empty[start + gap] == empty[start]).all(), "a node cannot be reached from its home in the index")
+    pairs = np.unique(np.stack([parents.astype(np.uint64), keys]), axis=1)
+    _require(pairs.shape[1] == len(tree), "two children of a node begin with the same page")
+
+
+def _check_eviction_heap(state: Any, radix: Any, nodes: Any, tree: Any) -> None:
+    heap = state.view("evict_heap")
+    _same("heap_size", radix["heap_size"], len(heap))
+    leaves = tree[(nodes["children"][tree] == 0) & (nodes["lock_refs"][tree] == 0)]
+    _require(
+        len(leaves) == len(heap) and (np.sort(heap) == leaves).all(), "the eviction heap is not the unlocked leaves"
+    )
+    _require((nodes["heap_at"][heap] == np.arange(len(heap))).all(), "a leaf does not know its place in the heap")
+    _same("nodes with a place in the heap", (nodes["heap_at"] >= 0).sum(), len(heap))
+    at = np.arange(1, len(heap))
+    below, above = heap[at], heap[(at - 1) // 2]
+    time, ordinal = nodes["last_access"], nodes["ordinal"]
+    _require(
+        ((time[above] < time[below]) | ((time[above] == time[below]) & (ordinal[above] < ordinal[below]))).all(),
+        "the eviction heap is out of order",
+    )
+
+
+def _check_lease(state: Any, config: Any, nodes: Any, row: Any, lease: Any, slot: int) -> None:
+    size = int(config["block_size"])
+    name = f"request row {slot}"
+    pages, cached, computed = int(lease["pages"]), int(lease["cached"]), int(row["computed"])
+    _same(f"{name}: n_blocks", row["n_blocks"], pages)
+    _same(f"{name}: allocated", row["allocated"], pages * size)
+    _same(f"{name}: pages of {computed} computed tokens", pages, -(-computed // size))
+    _same(f"{name}: generated", row["generated"], row["length"] - row["num_input"])
+    _same(f"{name}: limit", row["limit"], row["num_input"] + row["max_output"])
+    _require(computed <= row["length"] <= row["limit"], f"{name}: computed {computed}, length {row['length']}")
+    _require(0 <= cached <= computed // size, f"{name}: {cached} pages cached of {computed} computed tokens")
+    if row["status"] == _RUNNING:
+        _same(f"{name}: computed tokens of a running request", computed, row["length"])
+    else:
+        again = _PREEMPTED if row["generated"] else _WAITING
+        _same(f"{name}: status of a waiting request", row["status"], again)
+    late = 0 < config["max_model_len"] <= row["num_input"]
+    _same(f"{name}: late", lease["late"], late)
+    if pages == 0:
+        _require(lease["node"] == _ROOT and cached == 0, f"{name} owns nothing but holds a node")
+        return
+    runs = state.content(slot)[0]
+    path: list[int] = []
+    node = int(lease["node"])
+    while node != _ROOT:
+        path.append(node)
+        node = int(nodes["parent"][node])
+    _same(f"{name}: cached", cached, sum(nodes["pages"][path].tolist()))
+    _same(
+        f"{name}: pages before the place in its content",
+        cached,
+        runs["pages"][: lease["run"]].sum() + lease["run_offset"],
+    )
+    if cached:
+        edges, heap = [], state.view("runs")
+        for node in reversed(path):
+            first = int(nodes["keys"][node])
+            edges.append(heap[first : first + int(nodes["num_runs"][node])])
+        _require(
+            _spelled(np.concatenate(edges), cached) == _spelled(runs, cached),
+            f"{name}: the path of its node is not the beginning of its content",
+        )
+
+
+def _spelled(runs: Any, pages: int) -> list[tuple[int, int]]:
+    """(key, pages) of the first `pages` pages, equal neighbours joined."""
+    found: list[tuple[int, int]] = []
+    for key, count in zip(runs["key"].tolist(), runs["pages"].tolist(), strict=True):
+        if pages == 0:
+            break
+        take = min(count, pages)
+        pages -= take
+        if found and found[-1][0] == key:
+            found[-1] = (key, found[-1][1] + take)
+        else:
+            found.append((key, take))
+    return found

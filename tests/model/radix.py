@@ -34,20 +34,82 @@ class PagePool:
     def available_tokens(self) -> int:
         return (len(self.stack) + self.total_pages - self.next_fresh) * self.page_size
 
-    def allocate(self, count: int) -> list[int] | None:
-        """`count` pages, or None and nothing changed."""
-        if count * self.page_size > self.available_tokens:
-            return None
+    def need(self, before: int, after: int) -> int:
+        """Tokens that must be available to own `after` tokens of a sequence instead of `before`."""
+        return (ceil_div(after, self.page_size) - ceil_div(before, self.page_size)) * self.page_size
+
+    def grow(self, pages: list[int], before: int, after: int) -> None:
+        """Add to `pages` what `need` said."""
+        count = self.need(before, after) // self.page_size
         old = min(count, len(self.stack))
-        pages = self.stack[len(self.stack) - old :]
+        pages += self.stack[len(self.stack) - old :]
         del self.stack[len(self.stack) - old :]
-        fresh = count - old
-        pages += range(self.next_fresh, self.next_fresh + fresh)
-        self.next_fresh += fresh
+        pages += range(self.next_fresh, self.next_fresh + count - old)
+        self.next_fresh += count - old
+        assert self.next_fresh <= self.total_pages
+
+    def reserve(self, tokens: int) -> list[int] | None:
+        """Pages for a decode step, None if there are not so many."""
+        if tokens > self.available_tokens:
+            return None
+        pages: list[int] = []
+        self.grow(pages, 0, tokens)
         return pages
+
+    def grow_reserved(self, pages: list[int], before: int, reserved: list[int]) -> None:
+        """One more token, in a reserved page if it opens one."""
+        if before % self.page_size == 0:
+            pages.append(reserved.pop(0))
 
     def free(self, pages: Sequence[int]) -> None:
         self.stack += pages
+
+    def check(self, owned: Sequence[int]) -> None:
+        """`owned` are the pages of the tree and of the leases."""
+        assert set(owned).isdisjoint(self.stack)
+        assert len(set(self.stack)) == len(self.stack)
+        assert len(owned) + len(self.stack) == self.next_fresh <= self.total_pages
+
+
+class TokenPool:
+    """Slots for single tokens, as in ruleset ``dynamo-1.3``; a page is only a name for up to `page_size` of them."""
+
+    def __init__(self, total_tokens: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.total_tokens = total_tokens
+        #: tokens in every page in use
+        self.fill: dict[int, int] = {}
+        self.next_page = 0
+
+    @property
+    def available_tokens(self) -> int:
+        return self.total_tokens - sum(self.fill.values())
+
+    def need(self, before: int, after: int) -> int:
+        return after - before
+
+    def grow(self, pages: list[int], before: int, after: int) -> None:
+        for position in range(before, after):
+            if position % self.page_size == 0:
+                pages.append(self.next_page)
+                self.fill[self.next_page] = 0
+                self.next_page += 1
+            self.fill[pages[-1]] += 1
+        assert self.available_tokens >= 0
+
+    def reserve(self, tokens: int) -> list[int] | None:
+        return None if tokens > self.available_tokens else []
+
+    def grow_reserved(self, pages: list[int], before: int, reserved: list[int]) -> None:
+        self.grow(pages, before, before + 1)
+
+    def free(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            del self.fill[page]
+
+    def check(self, owned: Sequence[int]) -> None:
+        assert set(owned) == set(self.fill)
+        assert all(0 < tokens <= self.page_size for tokens in self.fill.values())
 
 
 @dataclass(eq=False)
@@ -336,10 +398,10 @@ class EventLog:
 class KvManager:
     """Leases over the pool and the tree (sections 4.3 to 4.6)."""
 
-    def __init__(self, total_tokens: int, page_size: int, caching: bool, events: EventLog) -> None:
-        self.page_size = page_size
+    def __init__(self, pool: PagePool | TokenPool, caching: bool, events: EventLog) -> None:
+        self.pool = pool
+        self.page_size = page_size = pool.page_size
         self.caching = caching
-        self.pool = PagePool(total_tokens, page_size)
         self.tree = RadixTree(page_size)
         self.events = events
 
@@ -381,13 +443,14 @@ class KvManager:
         self.events.withdraw(pages)
         self.pool.free(pages)
 
-    def _take(self, count: int) -> list[int] | None:
-        """Pages, by eviction if need be; None and nothing evicted if there cannot be so many."""
-        need = count * self.page_size
+    def _grow(self, pages: list[int], before: int, after: int) -> bool:
+        """Own `after` tokens, by eviction if need be; False and nothing evicted if there cannot be so many."""
+        need = self.pool.need(before, after)
         if need > self.reachable:
-            return None
+            return False
         self.evict(need - self.available)
-        return self.pool.allocate(count)
+        self.pool.grow(pages, before, after)
+        return True
 
     def allocate(self, lease: Lease, tokens: Sequence[int], cap: int) -> int | None:
         """First pages of a request for `tokens`; the matched prefix, None if there is no room."""
@@ -397,13 +460,14 @@ class KvManager:
             keys = self.hashes(lease, tokens, min(cap, len(tokens)) // self.page_size)
             pages_found, node = self.tree.match(keys)
             self.tree.lock(node)
-        fresh = self._take(ceil_div(len(tokens), self.page_size) - pages_found)
-        if fresh is None:
+        pages = self.tree.path_pages(node)
+        prefix = pages_found * self.page_size
+        if not self._grow(pages, prefix, len(tokens)):
             self.tree.unlock(node)
             return None
-        lease.pages = self.tree.path_pages(node) + fresh
+        lease.pages = pages
         lease.materialized = len(tokens)
-        lease.cached = lease.admission_reused = pages_found * self.page_size
+        lease.cached = lease.admission_reused = prefix
         lease.last_node = node
         return lease.cached
 
@@ -411,10 +475,8 @@ class KvManager:
         """Own `length` tokens of a sequence that is under way; what was owned before, None if there is no room."""
         assert lease.active
         before = lease.materialized
-        fresh = self._take(max(0, ceil_div(length, self.page_size) - len(lease.pages)))
-        if fresh is None:
+        if not self._grow(lease.pages, before, length):
             return None
-        lease.pages += fresh
         lease.materialized = length
         return before
 
@@ -475,18 +537,10 @@ class KvManager:
         lease.forget()
         return improved
 
-    def reserve(self, tokens: int) -> list[int] | None:
-        """Pages for the tokens of a decode step, without eviction."""
-        return self.pool.allocate(tokens // self.page_size)
-
     def grow(self, lease: Lease, reserved: list[int]) -> None:
-        """One more token, in a reserved page if it opens one."""
-        if lease.materialized % self.page_size == 0:
-            lease.pages.append(reserved.pop(0))
+        """One more token, from a reservation of the pool."""
+        self.pool.grow_reserved(lease.pages, lease.materialized, reserved)
         lease.materialized += 1
-
-    def release_reserved(self, reserved: list[int]) -> None:
-        self.pool.free(reserved)
 
     def check(self, leases: Sequence[Lease]) -> None:
         """Every page has one owner, every lock one lease, every advertised page an owner."""
@@ -496,9 +550,7 @@ class KvManager:
         private = [page for lease in leases for page in lease.pages[lease.cached // size :]]
         owned = cached + private
         assert len(set(owned)) == len(owned)
-        assert set(owned).isdisjoint(self.pool.stack)
-        assert len(set(self.pool.stack)) == len(self.pool.stack)
-        assert len(owned) + len(self.pool.stack) == self.pool.next_fresh <= self.pool.total_pages
+        self.pool.check(owned)
         assert self.tree.evictable_size + self.tree.protected_size == len(cached) * size
         locks: dict[int, int] = {}
         for lease in leases:

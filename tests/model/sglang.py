@@ -40,7 +40,7 @@ from kvsim.contract import (
 from kvsim.errors import CommandError, TimingError
 from model.hashing import ChaCha12, synthetic_token
 from model.paged import prompt_tokens
-from model.radix import EventLog, KvManager, Lease, ceil_div
+from model.radix import EventLog, KvManager, Lease, PagePool, TokenPool, ceil_div
 from model.timing import Callback, Timing
 from model.welford import Welford
 
@@ -115,6 +115,8 @@ class PassState:
     retracted: list[Live] = field(default_factory=list)
     #: what the survivors of a retraction make of the new-token ratio
     estimate: float | None = None
+    #: the pool refused a request that the budgets had let pass
+    allocation_failed: bool = False
     decode_lengths: list[int] = field(default_factory=list)
 
 
@@ -156,8 +158,12 @@ class SglangModel:
         self.total_tokens = config.num_gpu_blocks * self.page_size
         self.timing = Timing(config, timing)
         self.drafter = ChaCha12((config.aic_mtp_seed + identity.seed_offset) & MASK64)
-        events = EventLog(identity, config.emit_kv_events and self.caching, config.emit_kv_token_ids, merging=True)
-        self.kv = KvManager(self.total_tokens, self.page_size, self.caching, events)
+        #: section 13
+        self.legacy = config.ruleset == "dynamo-1.3"
+        emits = config.emit_kv_events and self.caching
+        events = EventLog(identity, emits, config.emit_kv_token_ids, merging=not self.legacy)
+        pool = (TokenPool if self.legacy else PagePool)(self.total_tokens, self.page_size)
+        self.kv = KvManager(pool, self.caching, events)
         self.requests: dict[int, Live] = {}
         self.running: list[Live] = []
         self.waiting: list[Live] = []
@@ -274,7 +280,9 @@ class SglangModel:
         prefill_ms = self._prefill_ms(work)
 
         set_aside, fresh = self.running, self._disperse(work)
-        prefill_pass = bool(work.chunks)
+        prefill_pass = bool(work.chunks) and not self.legacy
+        if self.legacy:
+            self.running = set_aside + fresh
         if prefill_pass:
             self.running = fresh
             end_ms = now_ms + prefill_ms
@@ -282,13 +290,13 @@ class SglangModel:
             self.running = set_aside + self.running
         else:
             work.decode_lengths = [request.length for request in self.running if request.remaining > 0]
-            end_ms = now_ms + self._decode_step(work)
+            end_ms = now_ms + prefill_ms + self._decode_step(work)
         for request in work.completed:
             # A registered source is held here instead.
             del self.requests[request.request_id]
             self.kv.finish(request.lease, request.tokens)
             self.generation += 1
-        self.waiting += work.retracted
+        self.waiting = work.retracted + self.waiting if self.legacy else self.waiting + work.retracted
         self._update_ratio(work, prefill_pass, deferred)
         computed = sum(chunk.computed for chunk in work.chunks)
         if computed:
@@ -296,13 +304,16 @@ class SglangModel:
             self.countdown = self.interval
         self.decode_passes += bool(work.decode_lengths)
         flush = (
-            computed > 0
+            self.legacy
+            or computed > 0
             or not self.running
             or (bool(work.decode_lengths) and self.decode_passes % DECODE_PASSES_PER_FLUSH == 0)
         )
         events = self.kv.events.drain() if flush else []
         outputs = work.outputs + rejected
-        if deferred:
+        if self.legacy:
+            hint = SameTimestampRetry.NOT_APPLICABLE
+        elif deferred:
             hint = SameTimestampRetry.COUNTDOWN
         elif self.ratio != ratio_before:
             hint = SameTimestampRetry.RETRY
@@ -362,14 +373,17 @@ class SglangModel:
                 self.kv.cache_prefix(request.lease, request.tokens)
                 self.waiting.insert(0, request)
             else:
+                if self.legacy:
+                    self.kv.cache_prefix(request.lease, request.tokens)
                 request.status = RUNNING
                 fresh.append(request)
         return fresh
 
     def _update_ratio(self, work: PassState, prefill_pass: bool, deferred: bool) -> None:
-        if work.estimate is not None:
+        if self.legacy and (work.retracted or work.allocation_failed):
+            self.ratio = self.init_ratio
+        elif work.estimate is not None:
             self.ratio = work.estimate
-            self.generation += 1
         elif deferred and not self.running and not work.decode_lengths:
             # No rank of the group ran the model.
             self.ratio = self.init_ratio
@@ -398,7 +412,7 @@ class SglangModel:
     def _admit(self, work: PassState) -> None:
         """Section 6.4."""
         options = self.options
-        rem_total = float(self.kv.reachable) - self._promised()
+        rem_total = float(self.kv.reachable) - self._promised() - self._page_slack()
         rem_input, rem_chunk = options.max_prefill_tokens, options.chunked_prefill_size
         limit = self.config.max_num_seqs
         while self.waiting and (limit is None or len(work.chunks) < limit - len(self.running)):
@@ -406,13 +420,14 @@ class SglangModel:
             tokens, lease = request.tokens, request.lease
             started = request.materialized > 0
             start = request.materialized
-            if not started:
+            if not started and not self.legacy:
                 reach = request.length - (request.max_output > 0)
                 start = self.kv.match_len(lease, tokens, reach)
             extend = request.length - start
             if extend == 0 and started:
                 break
-            chunk = extend if self.kv.ceil(extend) <= rem_chunk else min(extend, self.kv.floor(rem_chunk))
+            room = options.chunked_prefill_size if self.legacy else rem_chunk
+            chunk = extend if self.kv.ceil(extend) <= room else min(extend, self.kv.floor(room))
             if chunk == 0 and extend > 0:
                 break
             charge = self.kv.ceil(chunk)
@@ -422,21 +437,29 @@ class SglangModel:
             if started:
                 prefix = self.kv.extend(lease, start + chunk)
             else:
-                prefix = self.kv.allocate(lease, tokens[: start + chunk], start)
+                prefix = self.kv.allocate(lease, tokens[: start + chunk], chunk if self.legacy else start)
             if prefix is None:
+                work.allocation_failed = True
                 break
             self.waiting.pop(0)
             request.allocated = self.kv.ceil(request.materialized)
             request.ever_admitted = True
-            if not started:
+            if not started or self.legacy:
                 work.admissions.append(Admission(request.request_id, prefix))
-            computed = request.materialized - prefix
-            work.chunks.append(Chunk(request, computed, prefix, 0 if started else prefix))
+            computed = chunk if self.legacy else request.materialized - prefix
+            reused = prefix if not started or self.legacy else 0
+            work.chunks.append(Chunk(request, computed, prefix, reused))
             rem_total -= charge + reserve
             rem_input -= charge
             rem_chunk -= charge
             if rem_chunk <= 0:
                 break
+
+    def _page_slack(self) -> int:
+        """Tokens of partial pages that nobody else could use; pages in REF are owned whole."""
+        if not self.legacy:
+            return 0
+        return sum(request.allocated - request.materialized for request in self.requests.values())
 
     def _promised(self) -> float:
         """Tokens that the running requests are expected to ask for."""
@@ -456,32 +479,29 @@ class SglangModel:
             work.outputs.append(self._generate(request))
         growth = self._growth(others, 1)
         self.kv.evict(growth - self.kv.available)
-        reserved = self.kv.reserve(growth)
+        reserved = self.kv.pool.reserve(growth)
         if reserved is None:
             for request in (*others, *last):
                 self.kv.cache_prefix(request.lease, request.tokens)
             self.kv.evict(growth - self.kv.available)
-            reserved = self.kv.reserve(growth)
+            reserved = self.kv.pool.reserve(growth)
         if reserved is not None:
             for request in others:
                 self.kv.cache_prefix(request.lease, request.tokens)
                 self._grow(request, reserved)
                 work.outputs.append(self._generate(request))
-            self.kv.release_reserved(reserved)
-        self._commit_last(last, others, none_left, reserved)
-        self.running = others
-        work.completed += none_left + last
-
-    def _commit_last(self, last, others, none_left, reserved) -> None:
+            self.kv.pool.free(reserved)
         for request in last:
             self.kv.cache_prefix(request.lease, request.tokens)
+        self.running = others
+        work.completed += none_left + last
 
     # ------------------------------------------------------------ decode step (section 7)
 
     def _growth(self, requests: list[Live], burst: int) -> int:
         """Tokens in pages that the next burst of every request needs beyond what it has."""
         return sum(
-            max(0, self.kv.ceil(request.length + min(burst, request.remaining)) - request.allocated)
+            self.kv.pool.need(request.materialized, request.length + min(burst, request.remaining))
             for request in requests
         )
 
@@ -499,9 +519,11 @@ class SglangModel:
         if not self.running:
             return 0.0
         self._retract(burst_max, work)
-        lengths = [request.length for request in self.running]
-        duration = self.timing.decode_step_ms(len(lengths), sum(lengths), sum(lengths) // len(lengths))
-        reserved = self.kv.reserve(self._growth(self.running, burst_max))
+        context = sum(request.length for request in self.running)
+        if self.legacy:
+            context = min(context, self.total_tokens)
+        duration = self.timing.decode_step_ms(len(self.running), context, context // len(self.running))
+        reserved = self.kv.pool.reserve(self._growth(self.running, burst_max))
         if reserved is None:
             return 0.0
         finished = []
@@ -511,7 +533,9 @@ class SglangModel:
                 work.outputs.append(self._generate(request))
             if request.remaining == 0:
                 finished.append(request)
-        self.kv.release_reserved(reserved)
+            elif self.legacy:
+                self.kv.cache_prefix(request.lease, request.tokens)
+        self.kv.pool.free(reserved)
         for request in finished:
             self._complete(request, work)
         return duration
@@ -522,19 +546,25 @@ class SglangModel:
 
     def _retract(self, burst_max: int, work: PassState) -> None:
         """Section 7.2: make room for the step, taking the KV of as few requests as possible."""
+        order = list(self.running)
         while (avail := self.kv.reachable) < (growth := self._growth(self.running, burst_max)):
             if len(self.running) <= 1:
                 break
-            if not work.retracted:
-                self.running.sort(key=lambda request: (-request.out, request.prompt_length))
-            victim = self.running[-1]
+            if self.legacy:
+                victim = min(self.running, key=lambda request: request.out)
+            else:
+                if not work.retracted:
+                    self.running.sort(key=lambda request: (-request.out, request.prompt_length))
+                victim = self.running[-1]
             before = self._pressure_state()
             blocks = ceil_div(victim.allocated, self.page_size)
-            self.running.pop()
+            self.running.remove(victim)
             self.kv.release(victim.lease)
             victim.allocated = 0
             victim.status = WAITING
             work.retracted.append(victim)
+            if self.legacy:
+                continue
             work.pressure.append(
                 PressureEvent(
                     work.now_ms,
@@ -550,6 +580,9 @@ class SglangModel:
             self.kv.evict(LOOK_AHEAD_STEPS * len(self.running) - self.kv.available)
         self.kv.evict(self._growth(self.running, burst_max) - self.kv.available)
         if work.retracted:
+            self.generation += 1
+            if self.legacy:
+                work.retracted.sort(key=order.index)
             out = sum(request.out for request in self.running)
             planned = sum(request.max_output for request in self.running)
             work.estimate = min(1.0, (out + LOOK_AHEAD_STEPS * len(self.running)) / (planned + 1))
@@ -624,7 +657,7 @@ class SglangModel:
         return False
 
     def _active_blocks(self) -> int:
-        return ceil_div(self.total_tokens - self.kv.available, self.page_size)
+        return ceil_div(self.total_tokens - self.kv.available + self._page_slack(), self.page_size)
 
     def metrics(self) -> Metrics:
         active, total = self._active_blocks(), self.config.num_gpu_blocks
@@ -658,7 +691,8 @@ class SglangModel:
 
     def _exhausted(self) -> bool:
         """The last pass did nothing and the next would be the same."""
-        return self.last_pass_effect_free and self.last_hint is SameTimestampRetry.EXHAUSTED
+        final = (SameTimestampRetry.EXHAUSTED, SameTimestampRetry.NOT_APPLICABLE)
+        return self.last_pass_effect_free and self.last_hint in final
 
     def stuck_head(self) -> tuple[int, str] | None:
         """The head of the queue and why it can never progress; None while there is hope."""

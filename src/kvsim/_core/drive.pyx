@@ -53,7 +53,8 @@ cdef struct track_t:  # a live request of a run, by its row in the rank
     int64_t last                  # last pass in which it emitted
     int64_t emitted               # tokens
     int64_t recomputed            # tokens whose KV was computed again
-    int64_t lost                  # tokens whose KV its last preemption took
+    int32_t lost                  # tokens whose KV its last preemption took
+    int32_t burst                 # tokens it emitted in pass `last`
     int32_t zero_gaps             # tokens that share the time of the one before
     int32_t spans                 # head of its list of closed runs, -1: none
 
@@ -193,6 +194,7 @@ cdef class Fleet:
         self.ranks = <rank_t**>cnp.PyArray_DATA(<cnp.ndarray>self._rank_memory)
         for i in range(n):
             self.ranks[i] = (<RankState>states[i]).bind()
+            self.ranks[i].grouped = dp_size > 1
         self._records = records
         self.records = <request_record_t*>cnp.PyArray_DATA(<cnp.ndarray>records)
         self.num_records = len(records)
@@ -486,6 +488,7 @@ cdef class Fleet:
             if likely(t.last == number - 1 and t.emitted > 1 and n == 1):
                 t.last = number
                 t.emitted += 1
+                t.burst = 1
                 continue
             if t.last < 0:
                 t.first_pass = number
@@ -504,6 +507,7 @@ cdef class Fleet:
                 t.spans = at
                 t.start = number
             t.last = number
+            t.burst = <int32_t>n
             t.zero_gaps += <int32_t>(n - 1)
             record = &self.records[t.row]
             if t.emitted == 0:
@@ -633,6 +637,8 @@ cdef class Fleet:
             if self.capture_admissions or self.capture_outputs or self.record_passes:
                 with gil:
                     self.log_pass(i, now_ms, end_ms, progressed(r))
+        if self.dp_size > 1 and self.ranks[w * self.dp_size].config.prefill_interval > 0:
+            self.share_interval(w)
         worker.started_at = now_ms
         worker.busy_until = end_ms
         if end_ms > now_ms:
@@ -651,6 +657,26 @@ cdef class Fleet:
                 self.fail_head(w, i, now_ms)
                 return 2
         return 0
+
+    cdef void share_interval(self, int64_t w) noexcept nogil:
+        """The prefill interval counts rounds of the group, not of a rank (spec/sglang.md section 6.7)."""
+        cdef rank_t* r
+        cdef bint prefilled = False
+        cdef bint worked = False
+        cdef int64_t i
+        for i in range(w * self.dp_size, (w + 1) * self.dp_size):
+            r = self.ranks[i]
+            if r.p.num_ready >= 0:
+                prefilled |= r.p.prefill_tokens > 0
+                worked |= r.p.prefill_tokens > 0 or r.p.decode_ms > 0.0
+        for i in range(w * self.dp_size, (w + 1) * self.dp_size):
+            r = self.ranks[i]
+            if prefilled:
+                r.radix.countdown = r.config.prefill_interval
+            elif r.p.num_ready < 0 and r.radix.countdown > 0:
+                r.radix.countdown -= 1
+            if not worked and r.p.num_ready >= 0 and r.p.deferred:
+                r.radix.new_token_ratio = r.config.init_ratio
 
     cdef void fail_head(self, int64_t w, int64_t rank, double now_ms) noexcept nogil:
         cdef worker_t* worker = &self.workers[w]
@@ -787,7 +813,7 @@ cdef class Fleet:
                     if self.feed():
                         continue
             next_ms = self.next_event()
-            if next_ms > cap_ms and until_ms > cap_ms:
+            if next_ms > cap_ms and until_ms > cap_ms and (next_ms < INFINITY or until_ms < INFINITY):
                 return STOP_CAP
             if next_ms >= until_ms:
                 if until_ms < INFINITY:
@@ -834,11 +860,11 @@ cdef class Fleet:
             (<RankState>state)._outgrown.clear()
         with nogil:
             result = self.loop(until_ms, cap_ms, stop_on_end, slice_passes)
-        if result == STOP_FAILED:
-            for state in self._states:
-                error = (<RankState>state).take_error()
-                if error is not None:
-                    raise error
+        # A submission cannot stop the loop: what a policy raised there is found here.
+        for state in self._states:
+            error = (<RankState>state).take_error()
+            if error is not None:
+                raise error
         return result
 
     def take_ended(self):
@@ -888,14 +914,15 @@ cdef class Fleet:
         for w in range(self.num_workers):
             for i in range(self.workers[w].num_ends):
                 # Of a pass that never ended: what it showed is not there.
-                self.hide(&self.ends[w][i].track, now)
+                self.records[self.ends[w][i].track.row].preemptions = self.ends[w][i].preemptions
+                self.leave(&self.ends[w][i].track, now)
             self.workers[w].num_ends = 0
             for i in range(w * self.dp_size, (w + 1) * self.dp_size):
                 for slot in range(min(self.ranks[i].header.high_water, self.track_caps[i])):
                     if self.ranks[i].requests[slot].status != 0:
                         t = &self.tracks[i][slot]
                         self.records[t.row].preemptions = self.ranks[i].requests[slot].preemptions
-                        self.hide(t, now)
+                        self.leave(t, now)
                         self.tracks[i][slot].first_pass = -1
             self.fold(w)
         self.flush_odd()
@@ -907,19 +934,28 @@ cdef class Fleet:
         passes = self._passes[:self.pass_count]
         return admissions, outputs[outputs["at_ms"] <= now], passes[passes["end_ms"] <= now]
 
-    cdef void hide(self, const track_t* t, double now_ms) noexcept:
-        """Take back times beyond the end of the run."""
+    cdef void leave(self, const track_t* t, double now_ms) noexcept:
+        """Write the record of a request that did not end, without what lies beyond the end of the run."""
         cdef request_record_t* record = &self.records[t.row]
         cdef int64_t w = record.worker
+        cdef int64_t last = t.last
+        record.recomputed_tokens = t.recomputed
         record.output_tokens = t.emitted
-        if t.emitted > 0:
-            if self.pass_end(w, t.last) > now_ms:
-                record.output_tokens -= 1
-                if record.first_token_ms > now_ms:
-                    record.output_tokens = 0
-                    record.first_token_ms = NAN
-                if record.second_token_ms > now_ms:
-                    record.second_token_ms = NAN
+        if t.emitted == 0:
+            return
+        if self.pass_end(w, last) > now_ms:
+            # Only the newest pass can be in flight: the emission before it, if any, is visible.
+            record.output_tokens -= t.burst
+            if t.start < last:
+                last -= 1
+            elif t.spans >= 0:
+                last = self.spans[t.spans].last
+            if record.first_token_ms > now_ms:
+                record.first_token_ms = NAN
+            if record.second_token_ms > now_ms:
+                record.second_token_ms = NAN
+        if record.output_tokens > 0:
+            record.last_token_ms = self.pass_end(w, last)
 
 
 def _enlarged(array, need):

@@ -870,7 +870,7 @@ cdef void radix_settle(rank_t* r) noexcept nogil:
     elif p.admitted == 0 and not (p.deferred and p.decode.count == 0):
         ratio = x.new_token_ratio - r.config.ratio_decay
         x.new_token_ratio = ratio if ratio > r.config.min_ratio else r.config.min_ratio
-    if p.deferred and p.decode.count == 0 and p.admitted == 0:
+    if p.deferred and p.decode.count == 0 and p.admitted == 0 and not r.grouped:
         x.new_token_ratio = r.config.init_ratio
     x.retry = RETRY_COUNTDOWN if p.deferred else (RETRY_RATIO if x.new_token_ratio != p.ratio_before else 0)
     x.flush = p.prefill_tokens > 0 or r.header.num_running == 0 or (

@@ -490,6 +490,7 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int64_t cap_signals
     int64_t cap_pressures
     int32_t want_signals          # fill token ids, not only ends
+    int32_t grouped               # has siblings: what depends on all of them is done by the driver
     pass_t p
     void* owner                   # RankState, for the callbacks
     grow_fn grow

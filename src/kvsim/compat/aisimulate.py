@@ -83,9 +83,9 @@ def _replay(text: str, *, artifacts: bool) -> dict[str, Any]:
     spec = _mapping(payload.get("spec"), "spec")
     _known(spec, _SPEC_KEYS, "spec.")
     workers = _workers(spec)
-    if artifacts and workers != 1:
-        raise ConfigError("spec.topology", f"artifacts need one worker, got {workers}")
-    config = _engine(spec)
+    config, dp_size = _engine(spec)
+    if artifacts and workers * dp_size != 1:
+        raise ConfigError("spec.topology", f"artifacts need one worker of one rank, got {workers} of {dp_size}")
     concurrency, speedup = spec.get("max_in_flight"), 1.0
     traffic = payload.get("traffic")
     if traffic is not None:
@@ -98,6 +98,7 @@ def _replay(text: str, *, artifacts: bool) -> dict[str, Any]:
         workload,
         config,
         workers=workers,
+        dp_size=dp_size,
         concurrency=concurrency,
         speedup=speedup,
         max_sim_time_ms=spec.get("max_sim_time_ms"),
@@ -145,10 +146,9 @@ def _workers(spec: Mapping[str, Any]) -> int:
     return workers
 
 
-def _engine(spec: Mapping[str, Any]) -> EngineConfig:
+def _engine(spec: Mapping[str, Any]) -> tuple[EngineConfig, int]:
+    """Configuration of a rank, and ranks per worker."""
     engine = _mapping(spec.get("engine", {}), "spec.engine")
-    if engine.get("dp_size", 1) != 1:
-        raise ConfigError("spec.engine.dp_size", f"must be 1 in this version, got {engine['dp_size']!r}")
     if engine.get("kv_eviction_policy", "lru") != "lru":
         raise ConfigError("spec.engine.kv_eviction_policy", f"must be 'lru', got {engine['kv_eviction_policy']!r}")
     values = dict(_mapping(engine.get("rank", {}), "spec.engine.rank"))
@@ -157,7 +157,7 @@ def _engine(spec: Mapping[str, Any]) -> EngineConfig:
             if values[name] != off:
                 raise ConfigError(f"spec.engine.rank.{name}", f"is not simulated by this version, got {values[name]!r}")
             del values[name]
-    return parse_config(values)
+    return parse_config(values), engine.get("dp_size", 1)
 
 
 def _sla(value: Any) -> Sla | None:

@@ -29,6 +29,7 @@ def replay(
     config: EngineConfig | None = None,
     *,
     workers: int = 1,
+    dp_size: int = 1,
     concurrency: int | None = None,
     speedup: float = 1.0,
     max_sim_time_ms: float | None = None,
@@ -55,6 +56,9 @@ def replay(
         Of every worker; defaults if omitted.
     workers : int
         Engines, at least 1; requests are placed on them round robin.
+    dp_size : int
+        Attention-DP ranks of each worker: they share a barrier, so a pass lasts as
+        long as its slowest rank.
     concurrency : int, optional
         Closed loop: at most so many requests (or active sessions) inside. Open loop if omitted.
     speedup : float
@@ -107,6 +111,7 @@ def replay(
         workload,
         config or EngineConfig(),
         workers=workers,
+        dp_size=dp_size,
         concurrency=concurrency,
         speedup=speedup,
         max_sim_time_ms=max_sim_time_ms,

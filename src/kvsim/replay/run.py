@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -24,6 +25,7 @@ from kvsim.contract import RankIdentity
 from kvsim.errors import ConfigError
 from kvsim.layout import RequestStatus
 from kvsim.policies import Policy
+from kvsim.replay.placement import RoundRobin
 from kvsim.rank import SchedulerRank, request_content
 from kvsim.report import GapHistogram, ReplayResult, RunTotals, Sla
 from kvsim.workload import ArrivalDriver, TokenizationPool, Workload
@@ -53,6 +55,7 @@ class Run:
         config: EngineConfig,
         *,
         workers: int = 1,
+        dp_size: int = 1,
         concurrency: int | None = None,
         speedup: float = 1.0,
         max_sim_time_ms: float | None = None,
@@ -75,10 +78,12 @@ class Run:
             or not 0 <= max_sim_time_ms < math.inf
         ):
             raise ConfigError("max_sim_time_ms", f"must be finite and >= 0, got {max_sim_time_ms!r}")
+        if isinstance(dp_size, bool) or not isinstance(dp_size, int) or dp_size < 1:
+            raise ConfigError("dp_size", f"must be an int >= 1, got {dp_size!r}")
         hints = workload.specs["dp_rank"]
-        if (hints > 0).any():
-            row = int(np.flatnonzero(hints > 0)[0])
-            raise ConfigError("dp_rank", f"request {row} asks for rank {hints[row]} of workers with one rank")
+        if (hints >= dp_size).any():
+            row = int(np.flatnonzero(hints >= dp_size)[0])
+            raise ConfigError("dp_rank", f"request {row} asks for rank {hints[row]}, workers have {dp_size}")
         self.workload = workload
         # Events nobody reads would only pile up; leaving them out changes no decision.
         emit = capture_kv_events and config.enable_prefix_caching
@@ -87,22 +92,35 @@ class Run:
             emit_kv_token_ids=False,
             aic_mtp_seed=(config.aic_mtp_seed + seed) % (1 << 64),
         )
+        if config.backend == "sglang" and dp_size > 1:
+            # Attention DP divides the chunk among the ranks and admits more freely (spec/replay.md section 1).
+            config = config.replace(
+                sglang=msgspec.structs.replace(
+                    config.sglang,
+                    chunked_prefill_size=max(1, config.sglang.chunked_prefill_size // dp_size),
+                    schedule_conservativeness=config.sglang.schedule_conservativeness * 0.3,
+                )
+            )
         self.config = config
         self.max_sim_time_ms = max_sim_time_ms
         self.driver = ArrivalDriver(workload, concurrency=concurrency, speedup=speedup)
         self._workers = workers
+        self._dp_size = dp_size
+        self._placement = RoundRobin(workers, dp_size)
         # Prompts that contain what earlier turns emitted are known only when a turn starts.
         self._growing = workload.cumulative and workload.has_sessions
         self._concurrency = concurrency
         self._pool = None if tokenization is None else _tokenization_pool(tokenization)
         self.ranks = [
-            SchedulerRank(RankIdentity(worker), config, timing=timing, policy=policy) for worker in range(workers)
+            SchedulerRank(RankIdentity(worker, rank, dp_size), config, timing=timing, policy=policy)
+            for worker in range(workers)
+            for rank in range(dp_size)
         ]
         self.records = _new_records(workload)
         self.gaps = GapHistogram()
         self._fleet = Fleet(
             [rank._state for rank in self.ranks],
-            1,
+            dp_size,
             self.records,
             self.gaps,
             capture_admissions=capture_admissions,
@@ -166,7 +184,7 @@ class Run:
         closed = self._concurrency is not None
         order = np.arange(n) if closed else self.driver.static_order()
         times = np.zeros(n) if closed else self.driver.static_arrivals()
-        ranks = (np.arange(n) % self._workers).astype(np.int32)
+        ranks = self._placement.place_all(self.workload.specs["dp_rank"][order].tolist())
         if not closed:
             self.records["arrival_ms"][order] = times
         arrivals = times
@@ -174,8 +192,8 @@ class Run:
             lengths = self.workload.specs["input_tokens"][order].tolist()
             leave = np.array(
                 [
-                    self._pool.leave_ms(worker, at, length)
-                    for worker, at, length in zip(ranks.tolist(), times.tolist(), lengths, strict=True)
+                    self._pool.leave_ms(rank // self._dp_size, at, length)
+                    for rank, at, length in zip(ranks.tolist(), times.tolist(), lengths, strict=True)
                 ]
             )
             self.records["tokenized_ms"][order] = leave
@@ -208,13 +226,13 @@ class Run:
             now = fleet.now_ms
             for row, arrival_ms in driver.release(now, inside):
                 inside += 1
-                rank = self._released % self._workers
+                rank = self._placement.place(int(self.workload.specs["dp_rank"][row]))
                 self._released += 1
                 records["arrival_ms"][row] = arrival_ms
                 if self._pool is None:
                     self._submit(rank, row, arrival_ms)
                     continue
-                leave = self._pool.leave_ms(rank, arrival_ms, driver.prompt_tokens(row))
+                leave = self._pool.leave_ms(rank // self._dp_size, arrival_ms, driver.prompt_tokens(row))
                 heapq.heappush(in_front, (leave, self._released, row, rank))
             while in_front and in_front[0][0] <= now:
                 leave, _, row, rank = heapq.heappop(in_front)
@@ -276,6 +294,7 @@ class Run:
             wall_time_ms=0.0 if started is None else (time.perf_counter() - started) * 1000.0,
             end_ms=self.now_ms,
             decode_worker_seconds=seconds,
+            decode_gpus_per_worker=self._dp_size,
             tokenized=self._pool is not None,
         )
         return ReplayResult(
@@ -289,6 +308,7 @@ class Run:
             admissions=self.admissions,
             request_names=self.workload.request_names,
             session_names=self.workload.session_names,
+            dp_size=self._dp_size,
         )
 
     def kv_events(self, worker: int = 0) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
