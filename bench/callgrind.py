@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Instructions of kernels, counted by valgrind: they repeat to the digit where times do not.
+"""Instructions of kernels, counted by valgrind: they repeat within 0.01 % where times do not.
 
     python bench/callgrind.py [--case NAME ...]
 

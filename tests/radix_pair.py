@@ -111,7 +111,9 @@ class TreePair:
         assert matched == self.tree.match_len(keys[:limit])
         return matched
 
-    def insert(self, runs: Runs, limit: int | None = None, *, below: tuple[int, Node] | None = None) -> tuple[int, Node]:
+    def insert(
+        self, runs: Runs, limit: int | None = None, *, below: tuple[int, Node] | None = None
+    ) -> tuple[int, Node]:
         keys = spelled(runs)
         limit = len(keys) if limit is None else limit
         start, twin_start = below or (0, self.tree.root)
@@ -143,10 +145,14 @@ class TreePair:
         return freed
 
     def compare_sums(self) -> None:
-        evictable, protected = self.tree.evictable_size, self.tree.protected_size
-        assert (self.evictable, self.protected) == (evictable, protected)
-        assert self.available == self.pages * self.page_size - evictable - protected
-        assert self.num_nodes == 1 + sum(1 for _ in self.tree.nodes())
+        radix = self.radix
+        sums, count = [0, 0], 1
+        for node in self.tree.nodes():
+            sums[node.lock_ref > 0] += len(node.keys)
+            count += 1
+        assert [radix["evictable"], radix["protected"]] == sums
+        assert radix["available"] == self.pages - sum(sums)
+        assert radix["live_nodes"] == count
 
     def compare(self) -> None:
         """The whole structure, node by node, and who is evicted when."""

@@ -1,4 +1,4 @@
-"""The kernel rank and its Python twin side by side: same commands, same passes, compared after every step."""
+"""A kernel rank and its Python twin side by side: same commands, same passes, compared after every step."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvsim.config import EngineConfig
@@ -17,6 +18,8 @@ from kvsim.contract import (
     Command,
     CommandContext,
     CommandEffects,
+    KvEvent,
+    Output,
     PassCompletionEffects,
     RankIdentity,
     RankPass,
@@ -26,14 +29,22 @@ from kvsim.contract import (
     id_to_int,
 )
 from kvsim.errors import CommandError
-from kvsim.rank import SchedulerRank
+from kvsim.rank import KvEvents, SchedulerRank
 from model.paged import PagedModel
+from model.sglang import SglangModel
 
 STATUS = {1: "waiting", 2: "running", 3: "preempted"}
+#: The radix twin calls a retracted request waiting.
+RADIX_STATUS = {1: "waiting", 2: "running", 3: "waiting"}
 
 
 def rank_state(rank: SchedulerRank) -> dict[str, Any]:
-    """The dictionary of `PagedModel.state()` read off the tables of a rank."""
+    """The dictionary of the twin's `state()` read off the tables of a rank."""
+    return radix_state(rank) if rank.config.backend == "sglang" else paged_state(rank)
+
+
+def paged_state(rank: SchedulerRank) -> dict[str, Any]:
+    """The dictionary of `PagedModel.state()`."""
     blocks, requests, header = rank.blocks, rank.requests, rank.header[0]
 
     def id_of(slot: int) -> int:
@@ -71,6 +82,89 @@ def rank_state(rank: SchedulerRank) -> dict[str, Any]:
         "preemptions_total": int(header["preemptions_total"]),
         "next_event_id": int(header["next_event_id"]),
     }
+
+
+def radix_state(rank: SchedulerRank) -> dict[str, Any]:
+    """The dictionary of `SglangModel.state()`."""
+    state, size = rank._state, rank.config.tokens_per_block
+    requests, leases, radix = rank.requests, state.view("leases"), state.view("radix")[0]
+    nodes, runs, heap = state.view("nodes"), state.view("runs"), state.view("evict_heap")
+
+    def id_of(slot: int) -> int:
+        return int(requests[slot]["id_hi"]) << 64 | int(requests[slot]["id_lo"])
+
+    def edge(node: int) -> list[int]:
+        first = int(nodes[node]["keys"])
+        part = runs[first : first + int(nodes[node]["num_runs"])]
+        keys: list[int] = np.repeat(part["key"], part["pages"]).tolist()
+        return keys
+
+    def path(node: int) -> list[int]:
+        return [] if nodes[node]["parent"] < 0 else path(int(nodes[node]["parent"])) + edge(node)
+
+    children: dict[int, list[int]] = {}
+    for node in np.flatnonzero(nodes["live"]).tolist():
+        children.setdefault(int(nodes[node]["parent"]), []).append(node)
+
+    def describe(node: int) -> list[dict[str, Any]]:
+        below = sorted((edge(child), child) for child in children.get(node, ()))
+        return [
+            {"hashes": keys, "lock_ref": int(nodes[child]["lock_refs"]), "children": describe(child)}
+            for keys, child in below
+        ]
+
+    victims = sorted(heap.tolist(), key=lambda node: (nodes[node]["last_access"], nodes[node]["ordinal"]))
+    return {
+        "waiting": [id_of(slot) for slot in rank.waiting],
+        "running": [id_of(slot) for slot in rank.running],
+        "requests": {
+            id_of(slot): {
+                "seq_len": int(requests[slot]["length"]),
+                "out": int(requests[slot]["generated"]),
+                "materialized": int(requests[slot]["computed"]),
+                "allocated": int(requests[slot]["allocated"]),
+                "cached": int(leases[slot]["cached"]) * size,
+                "pages": int(leases[slot]["pages"]),
+                "status": RADIX_STATUS[int(requests[slot]["status"])],
+            }
+            for slot in sorted(np.flatnonzero(requests["status"]).tolist(), key=id_of)
+        },
+        "new_token_ratio": float(radix["new_token_ratio"]),
+        "countdown": int(radix["countdown"]),
+        "available_tokens": int(radix["available"]) * size,
+        "tree": describe(0),
+        "eviction_order": [path(node) for node in victims],
+        "evictable_size": int(radix["evictable"]) * size,
+        "protected_size": int(radix["protected"]) * size,
+        "next_event_id": int(rank.header[0]["next_event_id"]),
+        "buffered_events": [
+            without_token_ids(event)
+            for event in KvEvents(state.view("events"), state.view("event_blocks"), rank.identity, None)
+        ],
+    }
+
+
+def without_token_ids(event: KvEvent) -> KvEvent:
+    """Token ids are looked up when an event is shown; before that there are none to compare."""
+    if not isinstance(event.data, Stored):
+        return event
+    blocks = tuple(dataclasses.replace(block, token_ids=None) for block in event.data.blocks)
+    return dataclasses.replace(event, data=dataclasses.replace(event.data, blocks=blocks))
+
+
+def twin_state(twin: PagedModel | SglangModel) -> dict[str, Any]:
+    state = twin.state()
+    if isinstance(twin, SglangModel):
+        state["buffered_events"] = [without_token_ids(event) for event in state["buffered_events"]]
+    return state
+
+
+def twin_of(config: EngineConfig, identity: RankIdentity, timing: Any) -> PagedModel | SglangModel:
+    if config.backend == "sglang":
+        return SglangModel(
+            identity, config, timing, prefill_decode_interval=config.prefill_decode_interval
+        )
+    return PagedModel(identity, config, timing)
 
 
 def inactive_blocks(rank: SchedulerRank) -> list[int]:
@@ -126,23 +220,34 @@ class Pair:
     identity: RankIdentity = field(default_factory=RankIdentity)
     timing: Any = None
     rank: SchedulerRank = field(init=False)
-    twin: PagedModel = field(init=False)
+    twin: PagedModel | SglangModel = field(init=False)
     now: float = field(default=0.0, init=False)
     in_flight: tuple[RankPass, RankPass] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.rank = SchedulerRank(self.identity, self.config, timing=self.timing)
-        self.twin = PagedModel(self.identity, self.config, self.timing)
+        self.twin = twin_of(self.config, self.identity, self.timing)
 
     def compare(self) -> None:
         self.rank.check_integrity()
         self.twin.check()
-        assert rank_state(self.rank) == self.twin.state()
+        assert rank_state(self.rank) == twin_state(self.twin)
         assert self.rank.metrics() == self.twin.metrics()
         assert self.rank.is_ready() == self.twin.is_ready()
         assert self.rank.is_drained() == self.twin.is_drained()
-        mine, expected = self.rank.stuck_head(), self.twin.stuck_head()
+        mine, expected = self.rank.stuck_head(), self.twin_stuck()
         assert (mine and mine.request_id) == (expected and expected[0])
+
+    def twin_stuck(self) -> tuple[int, str] | None:
+        """Who blocks the twin for ever, and why."""
+        if isinstance(self.twin, SglangModel):
+            return self.twin.stuck_head() or self.twin.stuck_running()
+        return self.twin.stuck_head()
+
+    def twin_fail(self) -> Output:
+        if isinstance(self.twin, SglangModel) and self.twin.stuck_head() is None:
+            return self.twin.fail_running()
+        return self.twin.fail_head(self.now)
 
     def apply(self, command: Command) -> CommandEffects:
         pending = (None, None) if self.in_flight is None else (self.in_flight[0].pending, self.in_flight[1].pending)
@@ -205,7 +310,7 @@ class Pair:
         if self.rank.stuck_head() is None:
             assert self.rank.fail_head() is None
             return False
-        assert self.rank.fail_head() == self.twin.fail_head(self.now)
+        assert self.rank.fail_head() == self.twin_fail()
         self.compare()
         return True
 

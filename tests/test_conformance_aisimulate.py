@@ -74,9 +74,9 @@ def test_every_kind_of_case_is_here() -> None:
     tags = {tag for case in CASES.values() for tag in case["tags"]}
     assert {"vllm", "trtllm", "sglang", "trace", "synthetic", "closed_loop", "tokenization", "rng"} <= tags
     assert {"mooncake_delta_sessions", "synthetic_poisson", "vllm_workers3", "vllm_max_sim_time"} <= set(ENDED)
-    assert len(ENDED) >= 49
+    assert len(ENDED) >= 48
     assert sorted(ABORTED) == ["sglang_oversized_aborts", "vllm_outgrows_pool_aborts"]
-    assert len(WITH_SERIES) >= 47
+    assert len(WITH_SERIES) >= 46
 
 
 @pytest.mark.parametrize("name", ENDED)

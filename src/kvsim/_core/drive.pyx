@@ -650,6 +650,8 @@ cdef class Fleet:
         # An idle rank whose head can never progress: end it here, so that those behind it run.
         for i in range(w * self.dp_size, (w + 1) * self.dp_size):
             r = self.ranks[i]
+            if r.p.num_ready < 0:
+                continue
             if engine_retries(r):
                 return 3
             reason = engine_stuck(r, &slot, &needed)

@@ -72,7 +72,11 @@ cdef int32_t paged_submit(
     q.next = NO_SLOT
     q.prev = NO_SLOT
     q.cached_prefix = -1
-    q.hashed = <int32_t>(num_input // c.block_size) if c.caching else 0
+    # A prompt longer than the pool has hashes only as far as the pool goes; it is rejected.
+    if c.caching:
+        q.hashed = <int32_t>(num_input // c.block_size)
+        if q.hashed > content.num_hashes:
+            q.hashed = <int32_t>content.num_hashes
     q.waiting_order = r.header.arrivals
     r.header.arrivals += 1
     r.contents[slot] = content[0]

@@ -94,10 +94,13 @@ class Run:
         )
         if config.backend == "sglang" and dp_size > 1:
             # Attention DP divides the chunk among the ranks and admits more freely (spec/replay.md section 1).
+            # A share that is not whole pages would leave prompts waiting for ever.
+            page = config.tokens_per_block
+            share = max(page, config.sglang.chunked_prefill_size // dp_size // page * page)
             config = config.replace(
                 sglang=msgspec.structs.replace(
                     config.sglang,
-                    chunked_prefill_size=max(1, config.sglang.chunked_prefill_size // dp_size),
+                    chunked_prefill_size=share,
                     schedule_conservativeness=config.sglang.schedule_conservativeness * 0.3,
                 )
             )

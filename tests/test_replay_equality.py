@@ -1,0 +1,280 @@
+"""Whichever way a workload is run, the result is the same.
+
+``KVSIM_EXAMPLES`` sets the number of random workloads of the first test (default 150), for long runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import kvsim
+from kvsim.config import EngineConfig, FixedTiming, SglangConfig
+from kvsim.workload import Workload, session_workload, workload_from_requests
+from replay_ways import (
+    CAPS,
+    CONCURRENCY,
+    CONFIGS,
+    WORKERS,
+    contract_run,
+    digests,
+    everything,
+    request_lists,
+    run_kernel,
+    same_records,
+    twin_run,
+)
+
+EXAMPLES = int(os.environ.get("KVSIM_EXAMPLES", "150"))
+
+
+def examples(share: float = 1.0) -> Any:
+    quiet = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    return settings(max_examples=max(10, int(EXAMPLES * share)), deadline=None, suppress_health_check=quiet)
+
+
+# ---------------------------------------------------------------- ways to run
+
+
+@examples(2)
+@given(items=request_lists(), config=CONFIGS, workers=WORKERS, concurrency=CONCURRENCY, cap=CAPS)
+def test_the_kernel_pass_by_pass_and_the_model_agree(
+    items: list[dict[str, Any]], config: EngineConfig, workers: int, concurrency: int | None, cap: float | None
+) -> None:
+    run = run_kernel(items, config, workers=workers, concurrency=concurrency, cap=cap)
+    by_hand = contract_run(run, concurrency=concurrency, cap=cap)
+    same_records(run, by_hand.records)
+    assert digests(run) == [seat.rank.digest() for seat in by_hand.seats]
+    same_records(run, twin_run(run, concurrency=concurrency, cap=cap))
+
+
+@examples()
+@given(items=request_lists(), config=CONFIGS, workers=WORKERS, concurrency=CONCURRENCY, cap=CAPS)
+def test_releases_decided_one_by_one_change_nothing(
+    items: list[dict[str, Any]], config: EngineConfig, workers: int, concurrency: int | None, cap: float | None
+) -> None:
+    options: dict[str, Any] = {"workers": workers, "concurrency": concurrency, "cap": cap}
+    assert everything(run_kernel(items, config, event_by_event=True, **options)) == everything(
+        run_kernel(items, config, **options)
+    )
+
+
+@examples(0.5)
+@given(
+    items=request_lists(),
+    config=CONFIGS,
+    workers=WORKERS,
+    cap=CAPS,
+    pool=st.fixed_dictionaries(
+        {"workers": st.integers(1, 2), "base_ms": st.sampled_from([0.0, 2.5]), "per_input_token_ms": st.just(0.125)}
+    ),
+)
+def test_releases_decided_one_by_one_change_nothing_behind_a_tokenization_pool(
+    items: list[dict[str, Any]], config: EngineConfig, workers: int, cap: float | None, pool: dict[str, Any]
+) -> None:
+    options: dict[str, Any] = {"workers": workers, "cap": cap, "tokenization": pool}
+    assert everything(run_kernel(items, config, event_by_event=True, **options)) == everything(
+        run_kernel(items, config, **options)
+    )
+
+
+@examples(0.5)
+@given(
+    items=request_lists(),
+    config=CONFIGS,
+    workers=WORKERS,
+    concurrency=CONCURRENCY,
+    cap=CAPS,
+    slice_passes=st.sampled_from([1, 2, 7]),
+    event_by_event=st.booleans(),
+)
+def test_a_run_in_slices_is_the_whole_run(
+    items: list[dict[str, Any]],
+    config: EngineConfig,
+    workers: int,
+    concurrency: int | None,
+    cap: float | None,
+    slice_passes: int,
+    event_by_event: bool,
+) -> None:
+    options: dict[str, Any] = {"workers": workers, "concurrency": concurrency, "cap": cap}
+    sliced = run_kernel(items, config, slice_passes=slice_passes, event_by_event=event_by_event, **options)
+    assert everything(sliced) == everything(run_kernel(items, config, **options))
+
+
+@examples(0.5)
+@given(items=request_lists(), config=CONFIGS, workers=WORKERS, concurrency=CONCURRENCY, cap=CAPS)
+def test_what_is_captured_does_not_change_what_happens(
+    items: list[dict[str, Any]], config: EngineConfig, workers: int, concurrency: int | None, cap: float | None
+) -> None:
+    options: dict[str, Any] = {"workers": workers, "concurrency": concurrency, "cap": cap}
+    silent = run_kernel(items, config, capture=False, **options)
+    loud = run_kernel(items, config, **options)
+    assert silent.outputs is None
+    assert silent.passes is None
+    # The admission history is one of the captures.
+    captured = {"admissions", "outputs", "passes", "rows"}
+    mine, other = everything(silent), everything(loud)
+    assert {key: mine[key] for key in mine.keys() - captured} == {key: other[key] for key in other.keys() - captured}
+    assert loud.passes is not None
+    assert len(loud.passes) == loud.result().totals.passes
+
+
+@examples(0.5)
+@given(items=request_lists(), config=CONFIGS, workers=WORKERS, concurrency=CONCURRENCY, data=st.data())
+def test_other_request_ids_change_the_ids_and_nothing_else(
+    items: list[dict[str, Any]], config: EngineConfig, workers: int, concurrency: int | None, data: st.DataObject
+) -> None:
+    ids = data.draw(st.lists(st.integers(0, 2**128 - 1), min_size=len(items), max_size=len(items), unique=True))
+    workload = workload_from_requests(items)
+    renamed = with_ids(workload, ids)
+    one = run_kernel(workload, config, workers=workers, concurrency=concurrency)
+    other = run_kernel(renamed, config, workers=workers, concurrency=concurrency)
+    names = [name for name in one.records.dtype.names or () if name not in ("id_hi", "id_lo")]
+    assert [row.item() for row in one.records[names]] == pytest.approx([row.item() for row in other.records[names]], nan_ok=True)
+    mine, theirs = everything(one), everything(other)
+    for key in ("gaps", "summary", "now", "admissions", "passes"):
+        assert mine[key] == theirs[key], key
+
+
+def with_ids(workload: Workload, ids: list[int]) -> Workload:
+    specs = workload.specs.copy()
+    specs["id_hi"] = [number >> 64 for number in ids]
+    specs["id_lo"] = [number & (2**64 - 1) for number in ids]
+    return Workload(
+        specs=specs,
+        segments=workload.segments,
+        tokens=workload.tokens,
+        planned=workload.planned,
+        delay_ms=workload.delay_ms,
+        first_turn=workload.first_turn,
+    )
+
+
+@examples(0.5)
+@given(items=request_lists(), config=CONFIGS, fork_after=st.integers(1, 12), concurrency=CONCURRENCY)
+def test_a_rank_forked_in_the_middle_ends_like_the_rank_it_came_from(
+    items: list[dict[str, Any]], config: EngineConfig, fork_after: int, concurrency: int | None
+) -> None:
+    run = run_kernel(items, config, concurrency=concurrency)
+    forked = contract_run(run, concurrency=concurrency, cap=None, fork_after=fork_after)
+    same_records(run, forked.records)
+    assert digests(run) == [seat.rank.digest() for seat in forked.seats]
+    for left, seat in zip(forked.left_behind, forked.seats, strict=False):
+        left.check_integrity()
+        assert forked.passes == fork_after or left.digest() != seat.rank.digest()
+
+
+# ---------------------------------------------------------------- the same bytes, everywhere
+
+PAGED = EngineConfig(
+    num_gpu_blocks=40, block_size=4, max_num_batched_tokens=64, aic_nextn=2, aic_nextn_accept_rates="0.7,0.4"
+)
+RADIX = EngineConfig(
+    backend="sglang",
+    num_gpu_blocks=150,
+    block_size=2,
+    max_num_seqs=12,
+    sglang=SglangConfig(schedule_policy="lpm", chunked_prefill_size=32),
+)
+ENGINES = pytest.mark.parametrize("config", [PAGED, RADIX], ids=["paged", "radix"])
+
+
+def mixed_list(count: int = 60) -> list[dict[str, Any]]:
+    return [
+        {
+            "arrival_time_ms": 7.5 * (k // 3),
+            "input_token_ids": [*range(4 * (k % 5)), *range(1000 * k, 1000 * k + 1 + 11 * k % 50)],
+            "output_tokens": 5 * k % 23,
+            "session_id": f"s{k % 4}",
+        }
+        for k in range(count)
+    ]
+
+
+def answer(config: EngineConfig) -> str:
+    result = kvsim.replay(mixed_list(), config, workers=2, record_passes=True, capture_outputs=True, seed=3)
+    assert result.passes is not None
+    assert result.outputs is not None
+    return result.to_json() + result.to_jsonl() + str(hash_of(result.passes)) + str(hash_of(result.outputs))
+
+
+def hash_of(array: Any) -> str:
+    return array.tobytes().hex()
+
+
+@ENGINES
+def test_two_runs_give_the_same_bytes(config: EngineConfig) -> None:
+    first = answer(config)
+    assert first == answer(config)
+    assert json.loads(first.splitlines()[0] + "}") == {}
+    assert kvsim.replay(mixed_list(), config, workers=2).summary["preemptions"] > 0
+
+
+@ENGINES
+@pytest.mark.parametrize("seed", ["0", "12345"])
+def test_another_process_gives_the_same_bytes(config: EngineConfig, seed: str) -> None:
+    name = "PAGED" if config is PAGED else "RADIX"
+    code = f"import sys; import test_replay_equality as t; sys.stdout.write(t.answer(t.{name}))"
+    here = os.path.dirname(os.path.abspath(__file__))
+    paths = [here, *(path for path in sys.path if path)]
+    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout == answer(config)
+
+
+def test_runs_in_threads_at_once_do_not_disturb_each_other() -> None:
+    configs = [PAGED, RADIX, PAGED.replace(backend="trtllm"), PAGED.replace(num_gpu_blocks=25)] * 3
+    alone = [answer(config) for config in configs[:4]] * 3
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(answer, configs)) == alone
+
+
+def test_long_runs_in_threads_at_once_do_not_disturb_each_other() -> None:
+    """Each run spends its time in the kernel, without the lock of the interpreter."""
+    workload = workload_from_requests([{"input_tokens": 100, "output_tokens": 3000} for _ in range(64)])
+    configs = [
+        EngineConfig(num_gpu_blocks=blocks, block_size=16, timing_model=FixedTiming(prefill_ms=3, decode_ms=1))
+        for blocks in (400, 700, 1000, 13000)
+    ]
+    alone = [everything(run_kernel(workload, config, capture=False)) for config in configs]
+    with ThreadPoolExecutor(4) as pool:
+        together = pool.map(lambda config: everything(run_kernel(workload, config, capture=False)), configs)
+        assert list(together) == alone
+
+
+# ---------------------------------------------------------------- sessions
+
+
+SESSION_ENGINES = pytest.mark.parametrize(
+    "config",
+    [
+        PAGED.replace(num_gpu_blocks=90),
+        RADIX.replace(num_gpu_blocks=400),
+        PAGED.replace(num_gpu_blocks=90, enable_prefix_caching=False),
+    ],
+    ids=["paged", "radix", "no caching"],
+)
+
+
+def sessions() -> Workload:
+    return session_workload(
+        sessions=9,
+        turns=3,
+        input_tokens=30,
+        output_tokens=7,
+        block_size=4,
+        shared_prefix_ratio=0.5,
+        think_ms=np.full(9, 11.5),
+    )
