@@ -322,7 +322,8 @@ class Output:
 
     `cached_tokens` are the prompt tokens found in the cache at first admission,
     reported on the first output of a request only. `failed` marks a request
-    that produced tokens but can never finish (spec/README.md).
+    that ran before but can never finish, `rejected` one that never ran
+    (spec/README.md).
     """
 
     request_id: int

@@ -577,14 +577,19 @@ class SchedulerRank:
         return InternalEffects(kv_events=self._drain_events())
 
     def is_ready(self) -> bool:
-        """Whether a pass could have work: something runs or waits."""
-        metrics = self._state.metrics()
-        return self._poison is None and metrics[3] + metrics[4] > 0
+        """Whether a pass could have work: something runs or waits, or prefill still has to wait for its interval."""
+        return self._poison is None and not self._idle()
 
     def is_drained(self) -> bool:
-        """Whether no request, hold, reservation or transfer is left."""
+        """Whether no request, hold, reservation, transfer or prefill interval is left."""
+        return self._poison is None and self._idle()
+
+    def _idle(self) -> bool:
         metrics = self._state.metrics()
-        return self._poison is None and metrics[3] + metrics[4] == 0
+        if metrics[3] + metrics[4] > 0:
+            return False
+        # Spec/sglang.md section 6.7: the interval is counted in passes, those without work too.
+        return not (self.config.prefill_decode_interval and self._state.view("radix")[0]["countdown"])
 
     def waiting_for_external_command(self) -> bool:
         """Whether only a later command can make progress."""

@@ -83,6 +83,19 @@ cdef struct worker_t:
     int32_t busy
     int32_t deferred              # did nothing at this instant
 
+cdef struct chunk_t:  # content of CHUNK neighbouring rows of the workload, made when the first of them enters
+    const uint64_t* hashes        # paged engines
+    const uint64_t* locals
+    const run_t* runs             # radix engine
+    const uint64_t* heads
+    const int64_t* offsets        # of each row, in hashes or in runs
+    int64_t left                  # rows that have not ended; at 0 the content is forgotten
+    int32_t loaded
+    int32_t unused
+
+cdef enum:
+    CHUNK = 256
+
 # Passes kept per worker before they are folded, and the growth of that window.
 DEF WINDOW = 16384
 
@@ -167,15 +180,15 @@ cdef class Fleet:
     cdef int64_t feed_at
     cdef int64_t feed_cap
     cdef object _specs
-    cdef object _content
+    cdef object _planned
+    cdef object _source
+    cdef dict _content
+    cdef list _spent
+    cdef object _chunk_memory
+    cdef chunk_t* chunks
+    cdef int64_t spent_count
     cdef request_spec_t* specs
-    cdef const uint64_t* hashes
-    cdef const uint64_t* locals
     cdef const uint32_t* planned
-    cdef const int64_t* hash_offsets
-    cdef const run_t* runs
-    cdef const int64_t* run_offsets
-    cdef const uint64_t* heads
     cdef readonly double now_ms
     cdef readonly int64_t in_flight
     cdef readonly int64_t passes
@@ -358,15 +371,52 @@ cdef class Fleet:
 
     # ------------------------------------------------------------ what enters
 
-    def set_content(self, specs, hashes, local, offsets, planned):
-        """Flat read-only inputs of all rows: layout.REQUEST_SPEC, block hashes by row, output ids."""
-        self._specs = specs
-        self._content = (hashes, local, offsets, planned)
+    def set_content(self, specs, planned, source):
+        """Where the requests' content comes from.
+
+        Parameters
+        ----------
+        specs : ndarray of layout.REQUEST_SPEC, shape (n,)
+        planned : ndarray of uint32
+            Output ids.
+        source : callable
+            ``source(first, last)`` gives the content of rows first .. last-1:
+            (hashes or None, local hashes or None, runs or None, heads or None,
+            offsets). Asked for a chunk of rows when the first of them enters;
+            the answer is kept while one of them lives, so the memory of a run
+            does not grow with its workload.
+        """
+        cdef int64_t n = len(specs)
+        cdef int64_t i
+        self._specs, self._planned, self._source = specs, planned, source
         self.specs = <request_spec_t*>cnp.PyArray_DATA(<cnp.ndarray>specs)
-        self.hashes = <const uint64_t*>cnp.PyArray_DATA(<cnp.ndarray>hashes)
-        self.locals = NULL if local is None else <const uint64_t*>cnp.PyArray_DATA(<cnp.ndarray>local)
-        self.hash_offsets = <const int64_t*>cnp.PyArray_DATA(<cnp.ndarray>offsets)
         self.planned = <const uint32_t*>cnp.PyArray_DATA(<cnp.ndarray>planned)
+        self._content, self._spent = {}, []
+        self._chunk_memory = np.zeros((n + CHUNK - 1) // CHUNK * sizeof(chunk_t), np.uint8)
+        self.chunks = <chunk_t*>cnp.PyArray_DATA(<cnp.ndarray>self._chunk_memory)
+        for i in range(n):
+            self.chunks[i // CHUNK].left += 1
+
+    cdef int load(self, int64_t c) except -1:
+        """Have the content of chunk `c`, forgetting that of chunks nobody needs any more."""
+        cdef chunk_t* chunk = &self.chunks[c]
+        if self.spent_count:
+            for spent in [k for k in self._content if self.chunks[<int64_t>k].left == 0]:
+                del self._content[spent]
+            self.spent_count = 0
+        content = self._source(c * CHUNK, min((c + 1) * CHUNK, len(self._specs)))
+        hashes, local, runs, heads, offsets = content
+        if hashes is not None:
+            chunk.hashes = <const uint64_t*>cnp.PyArray_DATA(<cnp.ndarray>hashes)
+        if local is not None:
+            chunk.locals = <const uint64_t*>cnp.PyArray_DATA(<cnp.ndarray>local)
+        if runs is not None:
+            chunk.runs = <const run_t*>cnp.PyArray_DATA(<cnp.ndarray>runs)
+            chunk.heads = <const uint64_t*>cnp.PyArray_DATA(<cnp.ndarray>heads)
+        chunk.offsets = <const int64_t*>cnp.PyArray_DATA(<cnp.ndarray>offsets)
+        chunk.loaded = 1
+        self._content[c] = content
+        return 0
 
     def set_feed(self, rows, times, ranks, int64_t concurrency=0):
         """Requests to release without asking: in this order, at `times` or, with `concurrency`, as room appears.
@@ -388,13 +438,6 @@ cdef class Fleet:
         self.feed_count = len(rows)
         self.feed_at = 0
         self.feed_cap = concurrency
-
-    def set_runs(self, runs, offsets, heads):
-        """Flat page runs of all rows (layout.RUN), for the radix engine; after `set_content`."""
-        self._content += (runs, offsets, heads)
-        self.runs = <const run_t*>cnp.PyArray_DATA(<cnp.ndarray>runs)
-        self.run_offsets = <const int64_t*>cnp.PyArray_DATA(<cnp.ndarray>offsets)
-        self.heads = <const uint64_t*>cnp.PyArray_DATA(<cnp.ndarray>heads)
 
     cdef void enter(self, int64_t rank, int32_t slot, int64_t row, double arrival_ms) noexcept nogil:
         """Start to follow the request that was submitted in `slot`."""
@@ -418,19 +461,27 @@ cdef class Fleet:
     cdef void ingest(self, int64_t rank, int64_t row, double arrival_ms) noexcept nogil:
         """Submit a row of the flat inputs."""
         cdef const request_spec_t* spec = &self.specs[row]
+        cdef chunk_t* chunk = &self.chunks[row // CHUNK]
+        cdef int64_t at = row % CHUNK
+        cdef int64_t first
         cdef content_t content
         cdef int32_t slot
-        content.hashes = self.hashes + self.hash_offsets[row]
-        content.num_hashes = self.hash_offsets[row + 1] - self.hash_offsets[row]
-        content.locals = NULL if self.locals == NULL else self.locals + self.hash_offsets[row]
-        content.planned = NULL if spec.planned_offset < 0 else self.planned + spec.planned_offset
-        content.runs = NULL
-        content.num_runs = 0
-        content.head = 0
-        if self.runs != NULL:
-            content.runs = self.runs + self.run_offsets[row]
-            content.num_runs = self.run_offsets[row + 1] - self.run_offsets[row]
-            content.head = self.heads[row]
+        if unlikely(not chunk.loaded):
+            with gil:
+                self.load(row // CHUNK)
+        first = chunk.offsets[at]
+        memset(&content, 0, sizeof(content_t))
+        if chunk.runs != NULL:
+            content.runs = chunk.runs + first
+            content.num_runs = chunk.offsets[at + 1] - first
+            content.head = chunk.heads[at]
+        else:
+            content.hashes = chunk.hashes + first
+            content.num_hashes = chunk.offsets[at + 1] - first
+            if chunk.locals != NULL:
+                content.locals = chunk.locals + first
+        if spec.planned_offset >= 0:
+            content.planned = self.planned + spec.planned_offset
         slot = engine_submit(
             self.ranks[rank], spec.id_hi, spec.id_lo, spec.input_tokens, spec.max_output_tokens, &content)
         self.enter(rank, slot, row, arrival_ms)
@@ -570,6 +621,8 @@ cdef class Fleet:
             at = after
         self.ended[self.ended_count] = t.row
         self.ended_count += 1
+        self.chunks[t.row // CHUNK].left -= 1
+        self.spent_count += self.chunks[t.row // CHUNK].left == 0
         self.in_flight -= 1
         self.done += 1
 

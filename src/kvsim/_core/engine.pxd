@@ -75,6 +75,9 @@ cdef inline int engine_fail_stuck(rank_t* r) noexcept nogil:
     r.num_admissions = 0
     r.num_pressures = 0
     ran = r.requests[slot].generated > 0 or r.requests[slot].preemptions > 0
+    if r.config.engine == RADIX:
+        # A prompt that is stuck between two chunks ran, too.
+        ran = r.requests[slot].stamp >= 0
     signal(r, slot, COMPLETED | (FAILED if ran else REJECTED), reason, needed)
     engine_cancel(r, slot)
     return reason

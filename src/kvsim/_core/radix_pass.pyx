@@ -474,9 +474,10 @@ cdef int64_t growth_pages(const rank_t* r) noexcept nogil:
         q = &r.requests[r.running[i]]
         if q.length >= q.limit:
             continue
-        more = pages_of(r, q.length + burst_of(r, q)) - q.n_blocks
-        if more > 0:
-            total += more
+        more = q.length + burst_of(r, q)
+        if more > q.allocated:
+            # One token opens at most one page: no division for the usual step.
+            total += 1 if r.config.nextn == 0 else pages_of(r, more) - q.n_blocks
     return total
 
 

@@ -158,7 +158,7 @@ cdef class RankState:
             "blocks": blocks + 1, "slots": power_of_two(2 * blocks) if config["caching"][0] else 1,
             "tables": 4096, "events": 64 if config["emit_events"][0] else 1,
             "event_blocks": 256 if config["emit_events"][0] else 1,
-            "radix": 1, "leases": 64, "nodes": 64, "node_index": 128, "evict_heap": 64, "runs": 1024,
+            "radix": 1, "leases": 64, "nodes": 64, "node_index": 128, "evict_heap": 64, "runs": power_of_two(max(1024, min(blocks // 2, 1 << 20))),
         }
         for name in _PAGED_SECTIONS if radix else _RADIX_SECTIONS:
             sizes[name] = 1

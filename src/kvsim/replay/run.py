@@ -135,7 +135,7 @@ class Run:
         self.admissions: npt.NDArray[Any] | None = None
         self.outputs: npt.NDArray[Any] | None = None
         self.passes: npt.NDArray[Any] | None = None
-        self._prepare_content()
+        self._fleet.set_content(workload.specs, workload.planned, self._content_of)
         self._released = 0
 
     @property
@@ -143,12 +143,17 @@ class Run:
         """Virtual time."""
         return float(self._fleet.now_ms)
 
-    def _prepare_content(self) -> None:
-        """Block hashes of all requests, once; those of growing conversations are made when a turn starts."""
+    def _content_of(self, first: int, last: int) -> tuple[Any, ...]:
+        """Content of rows first .. last-1 as `Fleet.set_content` wants it.
+
+        Nothing but offsets without prefix caching, and for growing
+        conversations, whose turns bring their own.
+        """
         workload, config = self.workload, self.config
-        n = len(workload)
+        if not config.enable_prefix_caching or self._growing:
+            return np.zeros(1, np.uint64), None, None, None, np.zeros(last - first + 1, np.int64)
         inputs = (
-            workload.specs,
+            workload.specs[first:last],
             workload.segments,
             workload.tokens,
             workload.planned,
@@ -156,17 +161,11 @@ class Run:
             config.num_gpu_blocks * config.tokens_per_block,
             config.emit_kv_events,
         )
-        radix = config.backend == "sglang"
-        ahead = config.enable_prefix_caching and not self._growing
-        local: npt.NDArray[np.uint64] | None = None
-        hashes, offsets = np.zeros(1, np.uint64), np.zeros(n + 1, np.int64)
-        if ahead and not radix:
-            hashes, local, offsets = content.hash_workload(*inputs)
-        elif config.emit_kv_events:
-            local = hashes
-        self._fleet.set_content(workload.specs, hashes, local, offsets, workload.planned)
-        if ahead and radix:
-            self._fleet.set_runs(*content.runs_workload(*inputs))
+        if config.backend == "sglang":
+            runs, offsets, heads = content.runs_workload(*inputs)
+            return None, None, runs, heads, offsets
+        hashes, local, offsets = content.hash_workload(*inputs)
+        return hashes, local, None, None, offsets
 
     # ------------------------------------------------------------ running
 
@@ -217,8 +216,14 @@ class Run:
                 break
         if self._pool is not None:
             self.records["arrival_ms"][self.driver.static_order()] = arrivals
-            late = self.records["tokenized_ms"] > fleet.now_ms
-            self.records["tokenized_ms"][late & (self.records["status"] == RequestStatus.UNFINISHED)] = np.nan
+            seen = arrivals[arrivals <= self._cap_ms]
+            if status == _CAPPED and len(seen) and seen[-1] > fleet.now_ms:
+                # Entering the pool is an event too, though no engine sees it.
+                fleet.run(float(seen[-1]))
+        # Nothing of what lies beyond the end of the run did happen.
+        unfinished = self.records["status"] == RequestStatus.UNFINISHED
+        for name in ("arrival_ms", "tokenized_ms"):
+            self.records[name][unfinished & (self.records[name] > fleet.now_ms)] = np.nan
 
     def _execute_event_by_event(self) -> None:
         """Releases that depend on the run: decided at each instant at which a request ends."""
