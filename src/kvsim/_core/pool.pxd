@@ -66,6 +66,9 @@ cdef inline void pool_drop(rank_t* r, int32_t b) noexcept nogil:
         r.blocks[block.prev].next = b
         r.blocks[sentinel].prev = b
         r.header.num_inactive += 1
+        r.ahead[r.recent[r.recent_at & 3]] = b
+        r.recent[r.recent_at & 3] = b
+        r.recent_at += 1
     else:
         r.free_stack[r.header.num_free] = b
         r.header.num_free += 1
@@ -76,19 +79,25 @@ cdef inline void pool_evict(rank_t* r, int64_t count) noexcept nogil:
 
     The blocks go on top of the stack: they are handed out before those that
     were empty already, the last evicted first (spec/kv-cache.md section 3).
+
+    Rows of old blocks are cold, and a list cannot be walked ahead without
+    waiting for each row. `ahead` remembers who followed four places behind when
+    a block joined the list; a hit in between makes it stale, which costs a
+    useless prefetch and nothing else.
     """
     cdef int32_t sentinel = <int32_t>r.config.num_blocks
     cdef int32_t b
     cdef int32_t after
+    cdef int32_t later
     cdef uint64_t hash
     cdef bint opened = False
     CHECK(count <= r.header.num_inactive)
     while count > 0:
         b = r.blocks[sentinel].next
         after = r.blocks[b].next
-        # The next victims are known: fetch their rows and slots while this one is worked on.
-        prefetch(&r.blocks[r.blocks[after].next])
-        prefetch(&r.slots[<int64_t>r.blocks[after].hash & r.mask_slots])
+        later = r.ahead[b]
+        prefetch(&r.slots[<int64_t>r.blocks[later].hash & r.mask_slots])
+        prefetch(&r.blocks[r.ahead[later]])
         r.blocks[sentinel].next = after
         r.blocks[after].prev = sentinel
         hash = r.blocks[b].hash

@@ -238,6 +238,8 @@ cdef int32_t radix_submit(
         q.score = r.score(r, slot)
         q.flags |= SCORED
     waiting_push_back(r, slot)
+    # Nothing is known of this one yet, whatever the last pass could not do.
+    r.header.effect_free = 0
     return slot
 
 
@@ -250,6 +252,7 @@ cdef void drop_waiting(rank_t* r, int32_t slot) noexcept nogil:
 cdef void radix_cancel(rank_t* r, int32_t slot) noexcept nogil:
     """Drop a live request wherever it is."""
     cdef request_t* q = &r.requests[slot]
+    r.radix.late_requests -= r.leases[slot].late
     if lease_release(r, slot):
         r.header.capacity_generation += 1
     if q.status == RUNNING:

@@ -239,6 +239,9 @@ cdef class RankState:
         r.burst = r.ready + requests
         r.terminal = r.burst + requests
         r.retracted = r.terminal + requests
+        if self._hints is None:
+            self._hints = np.zeros(self._offsets["blocks"][1], np.int32)
+            r.ahead = <int32_t*>address(self._hints)
         if self._signals is None:
             self._signals = np.zeros(requests, layout.SIGNAL)
             self._pressures = np.zeros(16, layout.PRESSURE)
@@ -306,14 +309,10 @@ cdef class RankState:
         else:
             sizes[{GROW_TABLES: "tables", GROW_EVENTS: "events", GROW_EVENT_BLOCKS: "event_blocks",
                    GROW_RUNS: "runs"}[what]] = power_of_two(need)
-        old, old_offsets = self.arena, self._offsets
+        old, old_offsets, used = self.arena, self._offsets, self._used()
         total = self._plan(sizes)
         self.arena = np.zeros(total, np.uint8)
-        for name, dtype in _SECTIONS.items():
-            start, size = old_offsets[name]
-            where = self._offsets[name][0]
-            count = size * dtype.itemsize
-            self.arena[where:where + count] = old[start:start + count]
+        _copy_rows(old, old_offsets, self.arena, self._offsets, used)
         self._outgrown.append(old)
         self._bind_arena()
         if what == GROW_REQUESTS:
@@ -598,13 +597,14 @@ cdef class RankState:
 
     # ------------------------------------------------------------ looking in
 
-    def view(self, name, writable=False):
-        """Rows in use of one section, no copy. Read-only unless a test asks otherwise."""
+    def _used(self):
+        """Rows in use of each section; what lies beyond them means nothing."""
         cdef header_t* h = self.r.header
         used = {
             "config": 1, "header": 1, "running": h.num_running, "requests": h.high_water, "ids": self.r.mask_ids + 1,
             "free_stack": h.num_free, "blocks": self.r.config.num_blocks, "slots": self.r.mask_slots + 1,
             "tables": h.table_used, "events": h.num_events, "event_blocks": h.num_event_blocks,
+            "radix": 0, "leases": 0, "nodes": 0, "runs": 0, "node_index": 0, "evict_heap": 0,
         }
         if self.r.config.engine == RADIX:
             used.update({
@@ -612,6 +612,11 @@ cdef class RankState:
                 "node_index": self.r.mask_nodes + 1, "evict_heap": self.r.radix.heap_size, "free_stack": 0, "blocks": 0,
                 "slots": 0, "tables": 0,
             })
+        return used
+
+    def view(self, name, writable=False):
+        """Rows in use of one section, no copy. Read-only unless a test asks otherwise."""
+        used = self._used()
         if name == "sentinel":
             array = self._section("blocks", layout.BLOCK, self.r.config.num_blocks + 1)[self.r.config.num_blocks:]
         else:
@@ -706,7 +711,8 @@ cdef class RankState:
         other._profile = self._profile
         other.r.profile = self.r.profile
         other._offsets = self._offsets
-        other.arena = self.arena.copy()
+        other.arena = np.empty(len(self.arena), np.uint8)
+        _copy_rows(self.arena, self._offsets, other.arena, self._offsets, self._used())
         other._bind_arena()
         other._contents_memory = self._contents_memory
         other._contents = list(self._contents)
@@ -715,7 +721,9 @@ cdef class RankState:
 
     def save(self):
         """(arena bytes, section sizes, contents): enough for `load`."""
-        return self.arena.copy(), {name: size for name, (_, size) in self._offsets.items()}, list(self._contents)
+        arena = np.zeros(len(self.arena), np.uint8)
+        _copy_rows(self.arena, self._offsets, arena, self._offsets, self._used())
+        return arena, {name: size for name, (_, size) in self._offsets.items()}, list(self._contents)
 
     def load(self, arena, sizes, contents):
         """Become the state that `save` returned."""
@@ -755,6 +763,15 @@ cdef class RankState:
             if len(data):
                 h = xxh3_64(<const uint8_t*>address(data), len(data), h)
         return h
+
+
+def _copy_rows(source, source_offsets, target, target_offsets, used):
+    """Copy the rows in use of every section from one arena to another."""
+    for name, dtype in _SECTIONS.items():
+        # The sentinel of the inactive list is the row after the last block.
+        count = (used[name] + (name == "blocks")) * dtype.itemsize
+        start, where = source_offsets[name][0], target_offsets[name][0]
+        target[where:where + count] = source[start:start + count]
 
 
 # ---------------------------------------------------------------- layout self-check

@@ -483,6 +483,9 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int32_t* burst                # scratch: tokens each of them emits
     int32_t* terminal             # scratch: rows that end without a token
     int32_t* retracted            # scratch: rows that were retracted
+    int32_t* ahead                # hint: block that became inactive 4 after this one
+    int32_t recent[4]             # hint: the last blocks that became inactive
+    uint32_t recent_at
     int64_t num_signals
     int64_t num_rejected
     int64_t num_admissions

@@ -264,10 +264,14 @@ def session_workload(
     shared = np.maximum(shared, cached)
     index = np.arange(int(blocks.sum())) - np.repeat(np.cumsum(blocks) - blocks, blocks)
     is_shared = index < np.repeat(shared, blocks)
-    raw = np.cumsum(~is_shared).astype(np.uint64)
-    row_group = np.where(index < cached, 0, np.repeat(np.repeat(groups, turns), blocks))  # group 0: shared by all
-    raw[is_shared] = np.uint64(_SHARED) | (row_group << 32 | index).astype(np.uint64)[is_shared]
-    segments, offset, count = block_segments(content.intern_ids(raw), blocks, inputs, block_size)
+    if is_shared.any():
+        raw = np.cumsum(~is_shared).astype(np.uint64)
+        row_group = np.where(index < cached, 0, np.repeat(np.repeat(groups, turns), blocks))  # group 0: shared by all
+        raw[is_shared] = np.uint64(_SHARED) | (row_group << 32 | index).astype(np.uint64)[is_shared]
+        ids = content.intern_ids(raw)
+    else:
+        ids = np.arange(len(index), dtype=np.uint32)
+    segments, offset, count = block_segments(ids, blocks, inputs, block_size)
 
     specs = new_specs(n)
     first_turn = np.tile(np.arange(turns) == 0, sessions)
