@@ -40,10 +40,10 @@ def step(rank: SchedulerRank, now_ms: float) -> float:
     return executed.end_ms
 
 
-def decoding(n: int, block_size: int, prompt_tokens: int = 300) -> SchedulerRank:
-    """A rank with `n` requests in the middle of their decode, no two at the same place of a block."""
+def decoding(n: int, block_size: int, prompt_tokens: int = 300, **fields: Any) -> SchedulerRank:
+    """A rank with `n` requests in the middle of their decode, spread over the places of a block."""
     rank = SchedulerRank(
-        RankIdentity(), config(block_size, max_num_seqs=n, max_num_batched_tokens=UNLIMITED), timing=None
+        RankIdentity(), config(block_size, max_num_seqs=n, max_num_batched_tokens=UNLIMITED, **fields), timing=None
     )
     for number in range(n):
         submit(rank, number, prompt_tokens + number % block_size, 100_000)

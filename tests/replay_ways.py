@@ -14,12 +14,21 @@ from hypothesis import strategies as st
 
 from histories import configs as paged_configs
 from kvsim.config import EngineConfig, FixedTiming, PolynomialTiming, SglangConfig
-from kvsim.contract import CommandContext, PendingPass, RankIdentity, Request, SameTimestampRetry, Submit
+from kvsim.contract import (
+    CommandContext,
+    ForwardPassMetrics,
+    PendingPass,
+    RankIdentity,
+    Request,
+    SameTimestampRetry,
+    Submit,
+)
 from kvsim.layout import FailReason, RequestStatus
 from kvsim.rank import SchedulerRank
 from kvsim.replay.run import Run
 from kvsim.workload import Workload, workload_from_requests
-from model.replay import Record, Replay
+from model.replay import Model, Record, Replay, model_of
+from model.sglang import SglangModel
 
 TRY_AGAIN = (SameTimestampRetry.RETRY, SameTimestampRetry.COUNTDOWN)
 
@@ -83,6 +92,7 @@ def radix_configs(draw: st.DrawFn) -> EngineConfig:
 
 CONFIGS = st.one_of(paged_configs(), radix_configs())
 WORKERS = st.sampled_from([1, 1, 2, 3])
+RANKS = st.sampled_from([1, 1, 2])
 CONCURRENCY = st.sampled_from([None, None, 1, 2, 5])
 CAPS = st.sampled_from([None, None, 0.0, 10.0, 12.5, 33.0, 60.0, 150.0])
 
@@ -186,6 +196,8 @@ class ContractRun:
         self.queue = sorted(self.requests, key=lambda request: request.arrival_ms or 0.0)
         self.placed = 0
         self.left_behind: list[SchedulerRank] = []
+        #: of the passes that did something and ended, by worker
+        self.metrics: list[list[ForwardPassMetrics]] = [[] for _ in self.seats]
 
     def run(self) -> ContractRun:
         while True:
@@ -287,6 +299,8 @@ class ContractRun:
 
     def _outputs(self, seat: Seat, effects: Any) -> None:
         self.passes += 1
+        if not seat.rank.header["effect_free"][0]:
+            self.metrics[self.seats.index(seat)].append(effects.forward_pass_metrics)
         for output in effects.outputs:
             self._signal(seat, output)
         if self.passes == self.fork_after:
@@ -329,6 +343,12 @@ def requests_of(workload: Workload) -> list[Request]:
     return found
 
 
+def _twin(identity: RankIdentity, config: EngineConfig) -> Model:
+    if config.backend == "sglang":
+        return SglangModel(identity, config, prefill_decode_interval=config.prefill_decode_interval)
+    return model_of(identity, config)
+
+
 def twin_run(run: Run, *, concurrency: int | None, cap: float | None) -> dict[int, Record]:
     """The same through the Python twins of the ranks."""
     return (
@@ -338,6 +358,7 @@ def twin_run(run: Run, *, concurrency: int | None, cap: float | None) -> dict[in
             workers=len(run.ranks),
             max_in_flight=concurrency,
             max_sim_time_ms=math.inf if cap is None else cap,
+            factory=_twin,
         )
         .run()
         .records

@@ -77,6 +77,7 @@ def test_replay_passes_its_defaults_on(fake, trace):
     assert config.backend == "vllm"
     assert options == {
         "workers": 1,
+        "dp_size": 1,
         "concurrency": None,
         "speedup": 1.0,
         "max_sim_time_ms": None,
@@ -91,12 +92,13 @@ def test_replay_passes_its_defaults_on(fake, trace):
 
 
 def test_replay_passes_every_option_on(fake, trace, tmp_path):
-    options = "--workers 3 --concurrency 9 --speedup 2.5 --max-sim-time 150 --seed 7 --sla-ttft-ms 200 --sla-itl-ms 20"
-    options += " --trace-format mooncake-delta --trace-block-size 64 --strict --record-passes --no-progress"
+    options = "--workers 3 --dp-size 2 --concurrency 9 --speedup 2.5 --max-sim-time 150 --seed 7"
+    options += " --sla-ttft-ms 200 --sla-itl-ms 20 --trace-format mooncake-delta --trace-block-size 64 --strict --record-passes --no-progress"
     assert main(["replay", trace, *options.split(), "--out", str(tmp_path / "out")]) == 0
     ((_, _, given),) = fake.calls
     assert given == {
         "workers": 3,
+        "dp_size": 2,
         "concurrency": 9,
         "speedup": 2.5,
         "max_sim_time_ms": 150.0,

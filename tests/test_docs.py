@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import os
 import re
@@ -14,7 +16,8 @@ from typing import NamedTuple
 import pytest
 
 import kvsim
-from kvsim import EngineConfig, RankIdentity, SchedulerRank, layout
+from kvsim import Directive, EngineConfig, FailReason, RankIdentity, SchedulerRank, SglangConfig, layout
+from kvsim.rulesets import RULESETS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -121,3 +124,45 @@ def test_every_section_of_the_arena_is_in_the_table() -> None:
     sections = SchedulerRank(RankIdentity(), EngineConfig(num_gpu_blocks=4)).snapshot().sizes
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| `([a-z_]+)` \| (?:`[A-Z_]+`|int32) \| \d+ \|", text, re.MULTILINE) == list(sections)
+
+
+def test_every_option_of_replay_is_in_its_table() -> None:
+    text = (ROOT / "docs" / "replay.md").read_text(encoding="utf-8")
+    stated = {
+        name for cell in re.findall(r"^\| (`[^|]*`) \|", text, re.MULTILINE) for name in re.findall(r"`(\w+)`", cell)
+    }
+    assert set(inspect.signature(kvsim.replay).parameters) - {"workload"} <= stated
+
+
+def test_every_option_of_sglang_is_in_its_table_with_its_default() -> None:
+    text = (ROOT / "docs" / "replay.md").read_text(encoding="utf-8")
+    stated = dict(re.findall(r"^\| `sglang\.(\w+)` \| `?([\w.]+)`? \|", text, re.MULTILINE))
+    defaults = SglangConfig()
+    assert stated == {name: str(getattr(defaults, name)) for name in SglangConfig.__struct_fields__}
+
+
+def test_every_reason_of_an_end_is_listed() -> None:
+    text = (ROOT / "docs" / "replay.md").read_text(encoding="utf-8")
+    stated = set(re.findall(r"^\| (?:rejected|failed) \| `(\w+)` \|", text, re.MULTILINE))
+    assert stated == {reason.name.lower() for reason in FailReason if reason}
+
+
+@pytest.mark.parametrize("page", ["design.md", "replay.md"])
+def test_every_ruleset_is_in_the_table(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(dynamo[\w.-]*)`", text, re.MULTILINE) == list(RULESETS)
+
+
+def test_every_switch_of_a_directive_is_said_to_be_read_by_an_engine() -> None:
+    text = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| `directive`: what is read \|.*$", text, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", row)) - {"directive"} == {field.name for field in dataclasses.fields(Directive)}
+
+
+def test_every_decision_takes_less_than_ten_lines() -> None:
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    decisions = text.partition("## Decisions")[2].strip().split("\n\n")
+    assert len(decisions) >= 15
+    for decision in decisions:
+        assert decision.startswith("**"), decision
+        assert len(decision.splitlines()) < 10, decision

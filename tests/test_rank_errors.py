@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import pickle
@@ -318,9 +319,9 @@ def test_a_broken_snapshot_is_refused(what: str) -> None:
     if what == "no snapshot":
         saved = b"bytes"
     elif what == "cut short":
-        saved = type(saved)(saved.identity, saved.arena[:-64], saved.sizes, saved.contents)
+        saved = dataclasses.replace(saved, arena=saved.arena[:-64])
     else:
-        saved = type(saved)(saved.identity, saved.arena, {**saved.sizes, "other": 3}, saved.contents)
+        saved = dataclasses.replace(saved, sizes={**saved.sizes, "other": 3})
     before = engine.rank.digest()
     with pytest.raises(SnapshotError):
         engine.rank.restore(saved)

@@ -19,12 +19,14 @@ from hypothesis import strategies as st
 
 import kvsim
 from kvsim.config import EngineConfig, FixedTiming, SglangConfig
+from kvsim.contract import ForwardPassMetrics
 from kvsim.replay.run import Run
 from kvsim.workload import Workload, session_workload, workload_from_requests
 from replay_ways import (
     CAPS,
     CONCURRENCY,
     CONFIGS,
+    RANKS,
     WORKERS,
     ContractRun,
     contract_run,
@@ -56,15 +58,21 @@ def test_the_kernel_pass_by_pass_and_the_model_agree(
     by_hand = contract_run(run, concurrency=concurrency, cap=cap)
     same_records(run, by_hand.records)
     same_digests(run, by_hand)
+    same_passes(run, by_hand)
     same_records(run, twin_run(run, concurrency=concurrency, cap=cap))
 
 
 @examples()
-@given(items=request_lists(), config=CONFIGS, workers=WORKERS, concurrency=CONCURRENCY, cap=CAPS)
+@given(items=request_lists(), config=CONFIGS, workers=WORKERS, dp_size=RANKS, concurrency=CONCURRENCY, cap=CAPS)
 def test_releases_decided_one_by_one_change_nothing(
-    items: list[dict[str, Any]], config: EngineConfig, workers: int, concurrency: int | None, cap: float | None
+    items: list[dict[str, Any]],
+    config: EngineConfig,
+    workers: int,
+    dp_size: int,
+    concurrency: int | None,
+    cap: float | None,
 ) -> None:
-    options: dict[str, Any] = {"workers": workers, "concurrency": concurrency, "cap": cap}
+    options: dict[str, Any] = {"workers": workers, "dp_size": dp_size, "concurrency": concurrency, "cap": cap}
     assert everything(run_kernel(items, config, event_by_event=True, **options)) == everything(
         run_kernel(items, config, **options)
     )
@@ -94,6 +102,7 @@ def test_releases_decided_one_by_one_change_nothing_behind_a_tokenization_pool(
     items=request_lists(),
     config=CONFIGS,
     workers=WORKERS,
+    dp_size=RANKS,
     concurrency=CONCURRENCY,
     cap=CAPS,
     slice_passes=st.sampled_from([1, 2, 7]),
@@ -103,12 +112,13 @@ def test_a_run_in_slices_is_the_whole_run(
     items: list[dict[str, Any]],
     config: EngineConfig,
     workers: int,
+    dp_size: int,
     concurrency: int | None,
     cap: float | None,
     slice_passes: int,
     event_by_event: bool,
 ) -> None:
-    options: dict[str, Any] = {"workers": workers, "concurrency": concurrency, "cap": cap}
+    options: dict[str, Any] = {"workers": workers, "dp_size": dp_size, "concurrency": concurrency, "cap": cap}
     sliced = run_kernel(items, config, slice_passes=slice_passes, event_by_event=event_by_event, **options)
     assert everything(sliced) == everything(run_kernel(items, config, **options))
 
@@ -154,9 +164,17 @@ def all_ended(run: Run) -> bool:
 
 
 def same_digests(run: Run, by_hand: ContractRun) -> None:
-    if run.config.prefill_decode_interval:
-        return  # the contract asks for passes until the interval is over, the kernel waits for a request
     assert digests(run) == [seat.rank.digest() for seat in by_hand.seats]
+
+
+def same_passes(run: Run, by_hand: ContractRun) -> None:
+    """Forward-pass metrics of every pass that did something, worker by worker."""
+    assert run.passes is not None
+    names = [name for name in ForwardPassMetrics._fields if name != "duration_ms"]
+    for worker in range(len(run.ranks)):
+        rows = run.passes[run.passes["worker"] == worker]
+        mine = [(*(row[name] for name in names), row["end_ms"] - row["start_ms"]) for row in rows]
+        assert mine == [tuple(metrics) for metrics in by_hand.metrics[worker]]
 
 
 def with_ids(workload: Workload, ids: list[int]) -> Workload:
@@ -287,6 +305,44 @@ def sessions() -> Workload:
         input_tokens=30,
         output_tokens=7,
         block_size=4,
+        arrivals_ms=np.repeat([0.0, 20.0, 33.0], 3),
         shared_prefix_ratio=0.5,
-        think_ms=np.full(9, 11.5),
+        prefix_groups=2,
+        delay_ms=11.5,
     )
+
+
+@SESSION_ENGINES
+@pytest.mark.parametrize("concurrency", [None, 2])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_sessions_run_the_same_whatever_is_captured_and_however_it_is_sliced(
+    config: EngineConfig, concurrency: int | None, workers: int
+) -> None:
+    options: dict[str, Any] = {"concurrency": concurrency, "workers": workers}
+    whole = run_kernel(sessions(), config, **options)
+    assert whole.result().summary["completed_requests"] == 27
+    expected = everything(whole)
+    assert everything(run_kernel(sessions(), config, slice_passes=1, **options)) == expected
+    silent = everything(run_kernel(sessions(), config, capture=False, **options))
+    assert [silent[key] for key in ("records", "gaps", "summary", "digests")] == [
+        expected[key] for key in ("records", "gaps", "summary", "digests")
+    ]
+
+
+@SESSION_ENGINES
+@pytest.mark.parametrize("cap", [0.0, 25.0, 61.5, 100.0, 140.0])
+def test_a_capped_run_is_the_beginning_of_the_whole_run(config: EngineConfig, cap: float) -> None:
+    whole, part = run_kernel(sessions(), config), run_kernel(sessions(), config, cap=cap)
+    assert part.now_ms <= cap
+    assert whole.outputs is not None
+    assert part.outputs is not None
+    assert part.outputs.tolist() == whole.outputs[whole.outputs["at_ms"] <= cap].tolist()
+    assert whole.passes is not None
+    assert part.passes is not None
+    assert part.passes.tolist() == whole.passes[whole.passes["end_ms"] <= cap].tolist()
+    ended = whole.records["terminal_ms"] <= cap
+    assert part.records[ended].tobytes() == whole.records[ended].tobytes()
+    assert (part.records["status"][~ended] == 0).all()
+    for name in ("arrival_ms", "first_token_ms", "second_token_ms"):
+        seen = np.where(whole.records[name] <= cap, whole.records[name], np.nan)
+        assert np.array_equal(part.records[name], seen, equal_nan=True), name

@@ -57,7 +57,7 @@ class FailReason(enum.IntEnum):
     POOL_TOO_SMALL = 2
     #: Generation outgrew the pool.
     OUTGREW_POOL = 3
-    #: Chunked prefill is off and the prompt exceeds the token budget of a pass.
+    #: Chunked prefill is off and the prompt, or with SGLang a chunk, exceeds the token budget of a pass.
     BUDGET_TOO_SMALL = 4
     #: The policy never admits it.
     NOT_ADMITTED = 5

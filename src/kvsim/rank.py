@@ -60,6 +60,8 @@ __all__ = ["RankSnapshot", "SchedulerRank", "StuckHead"]
 _MASK64 = (1 << 64) - 1
 _MAX_TOKENS = 2**31 - 1
 _UNLIMITED = 2**62
+#: Leading tokens that tell two waiting prompts apart (spec/sglang.md section 6.3).
+_HEAD_TOKENS = 32
 
 _HAS_TOKEN, _COMPLETED, _REJECTED, _FAILED, _HAS_CACHED = 1, 2, 4, 8, 16
 _STORED = 0
@@ -103,6 +105,8 @@ def describe_reason(reason: int, needed: int, config: EngineConfig) -> str:
         return f"needs {needed} > {config.num_gpu_blocks} blocks"
     if reason == FailReason.OUTGREW_POOL:
         return f"outgrew the pool: {needed} > {config.num_gpu_blocks} blocks"
+    if reason == FailReason.BUDGET_TOO_SMALL and config.backend == "sglang":
+        return f"a chunk of {needed} tokens exceeds sglang.max_prefill_tokens {config.sglang.max_prefill_tokens}"
     if reason == FailReason.BUDGET_TOO_SMALL:
         return (
             f"prompt of {needed} tokens exceeds max_num_batched_tokens {config.max_num_batched_tokens} "
@@ -125,12 +129,15 @@ class RankSnapshot:
         Rows of each section of the arena.
     contents : list
         Request content by row.
+    block_tokens : list of tuple of int
+        Token ids of the blocks in the event buffer, if events carry them.
     """
 
     identity: RankIdentity
     arena: npt.NDArray[np.uint8]
     sizes: dict[str, int]
     contents: list[Any]
+    block_tokens: list[tuple[int, ...]]
 
 
 class _Tokens:
@@ -343,6 +350,7 @@ class SchedulerRank:
     """
 
     __slots__ = (
+        "_block_tokens",
         "_build_output",
         "_params",
         "_poison",
@@ -386,6 +394,7 @@ class SchedulerRank:
         )
         self._build_output = _output_builder(config)
         self._token_ids = config.emit_kv_token_ids
+        self._block_tokens: list[tuple[int, ...]] = []
         self._radix = config.backend == "sglang"
         self._poison: BaseException | None = None
 
@@ -704,6 +713,7 @@ class SchedulerRank:
         other.identity, other.config, other.observer = self.identity, self.config, self.observer
         other._policy, other._params, other._seed = self._policy, self._params, self._seed
         other._build_output, other._token_ids = self._build_output, self._token_ids
+        other._block_tokens = list(self._block_tokens)
         other._radix = self._radix
         other._poison = None
         other._state = self._state.fork()
@@ -712,7 +722,7 @@ class SchedulerRank:
     def snapshot(self) -> RankSnapshot:
         """The state as plain data."""
         self._check_alive()
-        return RankSnapshot(self.identity, *self._state.save())
+        return RankSnapshot(self.identity, *self._state.save(), list(self._block_tokens))
 
     def restore(self, snapshot: RankSnapshot) -> None:
         """Return to a saved state, of this rank or of one built alike.
@@ -725,6 +735,7 @@ class SchedulerRank:
         if not isinstance(snapshot, RankSnapshot):
             raise SnapshotError(f"expected a RankSnapshot, got {type(snapshot).__name__}")
         self._state.load(snapshot.arena, snapshot.sizes, snapshot.contents)
+        self._block_tokens = list(snapshot.block_tokens)
         self._poison = None
 
     def digest(self) -> str:
@@ -745,17 +756,22 @@ class SchedulerRank:
 
     def _drain_events(self) -> Sequence[KvEvent]:
         state = self._state
+        if self._token_ids:
+            self._spell_blocks()
         if not state.num_events:
             return _EMPTY_EVENTS
         events, blocks = state.drain_events()
         tokens = None
         if self._token_ids:
-            size = self.config.tokens_per_block
-            tokens = [
-                state.content(int(row["slot"]))[3].block(int(row["index"]), size) if row["slot"] >= 0 else ()
-                for row in blocks
-            ]
+            tokens, self._block_tokens = self._block_tokens, []
         return KvEvents(events, blocks, self.identity, tokens)
+
+    def _spell_blocks(self) -> None:
+        """Look up the tokens of blocks new in the event buffer, which may outlast the requests that computed them."""
+        size = self.config.tokens_per_block
+        for row in self._state.view("event_blocks")[len(self._block_tokens) :]:
+            slot, index = int(row["slot"]), int(row["index"])
+            self._block_tokens.append(self._state.content(slot)[3].block(index, size) if slot >= 0 else ())
 
     def _pressure_builder(self, now_ms: float) -> Callable[[Any], PressureEvent]:
         radix = self._radix
@@ -781,6 +797,15 @@ class SchedulerRank:
         return build
 
 
+def content_tokens(config: EngineConfig) -> int:
+    """Tokens of a request whose content the kernels may look at.
+
+    One block more than the pool can hold, and what SGLang's queue order compares.
+    """
+    size = config.tokens_per_block
+    return max(config.num_gpu_blocks + 1, -(-_HEAD_TOKENS // size)) * size
+
+
 def request_content(
     config: EngineConfig,
     parts: list[npt.NDArray[Any]],
@@ -804,7 +829,7 @@ def request_content(
     """
     high, low = request_id >> 64, request_id & _MASK64
     size = config.tokens_per_block
-    most = config.num_gpu_blocks * size
+    most = content_tokens(config)
     if config.backend == "sglang":
         if not config.enable_prefix_caching:
             return np.empty(0, layout.RUN), 0, outputs, keep

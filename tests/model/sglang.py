@@ -266,7 +266,7 @@ class SglangModel:
             raise
 
     def _execute_pass(self, now_ms: float) -> RankPass:
-        before, ratio_before = self.metrics(), self.ratio
+        ratio_before = self.ratio
         work = PassState(now_ms)
         rejected = self._reject_too_long()
         # Activated destinations are promoted into `running` here.
@@ -320,10 +320,9 @@ class SglangModel:
         else:
             hint = SameTimestampRetry.EXHAUSTED
         self.last_hint = hint
-        self.last_pass_effect_free = (
-            end_ms <= now_ms
-            and not (outputs or events or work.admissions or work.pressure or work.chunks)
-            and self.metrics() == before
+        # Cached pages that a vain attempt evicted bring nothing nearer, with or without an event.
+        self.last_pass_effect_free = end_ms <= now_ms and not (
+            outputs or work.admissions or work.pressure or work.chunks or work.retracted
         )
         self.hit_tokens = sum(chunk.cache_reused for chunk in work.chunks)
         self.cache_total_tokens = self.hit_tokens + computed

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, final
 
 import numpy as np
@@ -10,6 +10,8 @@ _Rows: TypeAlias = npt.NDArray[Any]  # a struct array of kvsim.layout
 _U32: TypeAlias = npt.NDArray[np.uint32]
 _U64: TypeAlias = npt.NDArray[np.uint64]
 _I64: TypeAlias = npt.NDArray[np.int64]
+# Paged engines: hashes, local hashes or None. Radix engine: layout.RUN rows, heads. Then offsets of shape (rows + 1,).
+_Content: TypeAlias = tuple[_U64 | None, _U64 | None, _Rows | None, _U64 | None, _I64]
 
 class _Histogram(Protocol):
     def add(self, gap_ns: npt.ArrayLike, weight: npt.ArrayLike = 1) -> None: ...
@@ -42,15 +44,12 @@ class Fleet:
     def set_content(
         self,
         specs: _Rows,  # layout.REQUEST_SPEC
-        hashes: _U64,
-        local: _U64 | None,
-        offsets: _I64,  # shape (rows + 1,)
         planned: _U32,
+        source: Callable[[int, int], _Content],
     ) -> None: ...
     def set_feed(
         self, rows: _I64, times: npt.NDArray[np.float64], ranks: npt.NDArray[np.int32], concurrency: int = 0
     ) -> None: ...
-    def set_runs(self, runs: _Rows, offsets: _I64, heads: _U64) -> None: ...  # layout.RUN
     def submit(
         self,
         rank: int,

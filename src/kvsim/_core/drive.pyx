@@ -17,14 +17,13 @@
 # the histogram and forgotten.
 
 cimport numpy as cnp
-from libc.math cimport INFINITY, NAN, isnan, llrint
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.math cimport INFINITY, NAN, llrint
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
 import numpy as np
 
 from kvsim import layout
-from kvsim._core.metrics cimport kvsim_variance, moments_variance
 from kvsim._core.engine cimport (
     engine_active, engine_emit, engine_fail_stuck, engine_retries, engine_schedule, engine_stuck, engine_submit,
     engine_events_shown, engine_visible_events,
@@ -32,9 +31,8 @@ from kvsim._core.engine cimport (
 from kvsim._core.signals cimport progressed
 from kvsim._core.state cimport RankState
 from kvsim._core.types cimport (
-    CHECK, COMPLETED, FAILED, HAS_TOKEN, NO_REASON, NO_SLOT, NOT_ADMITTED, PASS_OK, REJECTED, RUN_CANCELLED,
-    RUN_COMPLETED, RUN_FAILED, RUN_REJECTED, admission_t, content_t, header_t, likely, rank_t, request_record_t,
-    request_spec_t, run_t, signal_t, unlikely,
+    COMPLETED, FAILED, NOT_ADMITTED, NO_REASON, PASS_OK, RADIX, REJECTED, RUN_COMPLETED, RUN_FAILED, RUN_REJECTED,
+    admission_t, content_t, header_t, likely, rank_t, request_record_t, request_spec_t, run_t, signal_t, unlikely,
 )
 
 cnp.import_array()
@@ -98,6 +96,11 @@ cdef enum:
 
 # Passes kept per worker before they are folded, and the growth of that window.
 DEF WINDOW = 16384
+
+
+cdef inline bint counts_down(const rank_t* r) noexcept nogil:
+    """Whether a prefill interval is not over (spec/sglang.md section 6.7)."""
+    return r.config.engine == RADIX and r.radix.countdown > 0
 
 
 cdef class Fleet:
@@ -353,12 +356,16 @@ cdef class Fleet:
             weight, before = self._carry[w]
             ends = self._log_memory[w]
             weights = self._log_weights[w]
-            running = weight + np.cumsum(weights[:count])
-            gaps = np.diff(ends[:count], prepend=before)
-            used = running > 0
-            if used.any():
-                self._histogram.add(np.rint(gaps[used] * 1e6).astype(np.int64), running[used])
-            self._carry[w] = (int(running[count - 1]), float(ends[count - 1]))
+            # Piece by piece: the temporary arrays stay small however long the window is.
+            for first in range(0, count, WINDOW):
+                last = min(first + WINDOW, count)
+                running = weight + np.cumsum(weights[first:last])
+                gaps = np.diff(ends[first:last], prepend=before)
+                used = running > 0
+                if used.any():
+                    self._histogram.add(np.rint(gaps[used] * 1e6).astype(np.int64), running[used])
+                weight, before = int(running[-1]), float(ends[last - 1])
+            self._carry[w] = (weight, before)
             left = worker.log_count - count
             ends[:left] = ends[count:worker.log_count].copy()
             weights[:left + 2] = weights[count:worker.log_count + 2].copy()
@@ -654,14 +661,18 @@ cdef class Fleet:
         cdef double end_ms = now_ms
         cdef bint progress = False
         cdef bint ran = False
+        cdef bint work = False
         cdef int64_t i
         cdef int64_t needed
         cdef int32_t slot
         cdef int reason
         for i in range(w * self.dp_size, (w + 1) * self.dp_size):
+            work |= self.ranks[i].header.num_running + self.ranks[i].header.num_waiting > 0
+        for i in range(w * self.dp_size, (w + 1) * self.dp_size):
             r = self.ranks[i]
             r.want_signals = self.capture_outputs
-            if r.header.num_running + r.header.num_waiting == 0:
+            # A prefill interval is counted in passes; without any request they follow at once.
+            if r.header.num_running + r.header.num_waiting == 0 and (work or not counts_down(r)):
                 r.num_signals = 0
                 r.num_admissions = 0
                 r.p.num_ready = -1
@@ -752,6 +763,8 @@ cdef class Fleet:
         cdef rank_t* r = self.ranks[rank]
         cdef RankState state = self._states[rank]
         cdef header_t* h = r.header
+        cdef int64_t tokens = 0
+        cdef int64_t i
         worker, dp_rank = rank // self.dp_size, rank % self.dp_size
         if self.capture_admissions and r.num_admissions:
             rows = state.admissions()
@@ -780,9 +793,11 @@ cdef class Fleet:
         if self.record_passes and worked:
             if self.pass_count == len(self._passes):
                 self._passes = _enlarged(self._passes, self.pass_count + 1)
+            for i in range(r.p.num_ready):
+                tokens += r.burst[i]
             self._passes[self.pass_count] = (
                 now_ms, end_ms, worker, dp_rank, *state.fpm(), engine_active(r), h.num_inactive, h.num_running,
-                h.num_waiting, r.p.visible)
+                h.num_waiting, tokens)
             self.pass_count += 1
         return 0
 
@@ -987,7 +1002,11 @@ cdef class Fleet:
         admissions = self._admissions[:self.admission_count]
         outputs = self._outputs[:self.output_count]
         passes = self._passes[:self.pass_count]
-        return admissions, outputs[outputs["at_ms"] <= now], passes[passes["end_ms"] <= now]
+        outputs = outputs[outputs["at_ms"] <= now]
+        if self.num_workers > 1:
+            # Logged when a pass starts, visible when it ends.
+            outputs = outputs[np.argsort(outputs["at_ms"], kind="stable")]
+        return admissions, outputs, passes[passes["end_ms"] <= now]
 
     cdef void leave(self, const track_t* t, double now_ms) noexcept:
         """Write the record of a request that did not end, without what lies beyond the end of the run."""

@@ -1,7 +1,6 @@
 # One set of verbs over both engines: what drivers of ranks call.
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
-from libc.string cimport memset
 
 from kvsim._core.paged_pass cimport (
     paged_cancel, paged_emit, paged_schedule, paged_settle, paged_stuck, paged_submit,
@@ -10,8 +9,8 @@ from kvsim._core.pool cimport pool_active
 from kvsim._core.radix_pass cimport (
     radix_cancel, radix_emit, radix_schedule, radix_settle, radix_stuck, radix_submit,
 )
-from kvsim._core.signals cimport signal
-from kvsim._core.types cimport COMPLETED, FAILED, NO_REASON, RADIX, REJECTED, content_t, pass_t, rank_t
+from kvsim._core.signals cimport pass_open, signal
+from kvsim._core.types cimport COMPLETED, FAILED, NO_REASON, RADIX, REJECTED, content_t, rank_t
 
 
 cdef inline int32_t engine_submit(
@@ -69,11 +68,7 @@ cdef inline int engine_fail_stuck(rank_t* r) noexcept nogil:
     cdef int reason = engine_stuck(r, &slot, &needed)
     if reason == NO_REASON:
         return NO_REASON
-    memset(&r.p, 0, sizeof(pass_t))
-    r.num_signals = 0
-    r.num_rejected = 0
-    r.num_admissions = 0
-    r.num_pressures = 0
+    pass_open(r, 0.0)
     ran = r.requests[slot].generated > 0 or r.requests[slot].preemptions > 0
     if r.config.engine == RADIX:
         # A prompt that is stuck between two chunks ran, too.

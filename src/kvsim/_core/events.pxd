@@ -4,11 +4,9 @@
 # kernels and drained by whoever subscribed; when full they are enlarged, so
 # nothing is dropped.
 
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport int32_t, uint64_t
 
-from kvsim._core.types cimport (
-    GROW_EVENT_BLOCKS, GROW_EVENTS, HAS_PARENT, NO_SLOT, REMOVED, STORED, event_block_t, event_t, rank_t, unlikely,
-)
+from kvsim._core.types cimport GROW_EVENTS, GROW_EVENT_BLOCKS, event_block_t, event_t, rank_t, unlikely
 
 
 cdef inline int event_open(rank_t* r, int32_t kind, uint64_t parent, int32_t flags) noexcept nogil:

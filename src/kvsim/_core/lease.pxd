@@ -8,11 +8,10 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 
 from kvsim._core.events cimport event_add, event_open
-from kvsim._core.pool cimport pool_available, pool_drop, pool_hold, pool_make_room, pool_take
+from kvsim._core.pool cimport pool_drop, pool_hold, pool_make_room, pool_take
 from kvsim._core.prefix cimport prefix_find, prefix_prefetch, prefix_register
 from kvsim._core.types cimport (
-    CHECK, GROW_TABLES, HAS_PARENT, NO_BLOCK, NO_SLOT, RUNNING, STORED, config_t, content_t, header_t, likely, rank_t,
-    request_t, unlikely,
+    CHECK, GROW_TABLES, HAS_PARENT, NO_BLOCK, RUNNING, STORED, config_t, content_t, rank_t, request_t, unlikely,
 )
 
 

@@ -6,7 +6,7 @@
 
 from libc.stdint cimport int64_t
 
-from kvsim._core.types cimport header_t, moments_t
+from kvsim._core.types cimport moments_t
 
 cdef extern from *:
     """

@@ -5,27 +5,25 @@
 # (bookkeeping); a driver that knows the end of a group calls emit with it
 # between the two.
 
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
-from libc.string cimport memset
+from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from kvsim._core.lease cimport (
     blocks_of, lease_append, lease_close, lease_grow, lease_seal, prefix_cost,
 )
 from kvsim._core.metrics cimport moments_add, moments_undo
-from kvsim._core.pool cimport pool_active, pool_available, pool_make_room, pool_take
+from kvsim._core.pool cimport pool_active, pool_make_room, pool_take
 from kvsim._core.requests cimport (
-    completion_blocks, id_insert, row_release, row_take, running_append, running_delete, running_index, running_leave,
-    waiting_link, waiting_push_back, waiting_remove,
+    completion_blocks, row_open, row_queue, row_release, running_append, running_delete, running_index,
+    running_leave, waiting_link, waiting_remove,
 )
 from kvsim._core.rng cimport rng_accept
-from kvsim._core.signals cimport count_pass, output_token, rejected_last, signal
+from kvsim._core.signals cimport count_pass, output_token, pass_open, pressure, rejected_last, signal
 from kvsim._core.timing cimport timing_decode, timing_prefill
 from kvsim._core.types cimport (
-    ASK_VICTIM, BUDGET_TOO_SMALL, BY_SCORE, COMPLETED, DECODE, FAILED, GROW_PRESSURES, GROW_SIGNALS, HAS_CACHED,
-    HAS_TOKEN, MODEL_LENGTH, NEWEST, NO_BLOCK, NO_REASON, NO_SLOT, NOT_ADMITTED, OUTGREW_POOL, OUTGROWN, PASS_FAILED,
-    PASS_OK, POOL_TOO_SMALL, PREEMPTED, PREFILL, REJECTED, RUNNING, SCORED, SIGNALLED, TO_COMPLETION, WAITING,
-    admission_t, config_t, content_t, header_t, likely, pass_t, prefetch, pressure_t, rank_t, request_t, signal_t,
-    unlikely,
+    ASK_VICTIM, BUDGET_TOO_SMALL, COMPLETED, DECODE, HAS_TOKEN, MODEL_LENGTH, NEWEST, NOT_ADMITTED, NO_REASON,
+    NO_SLOT, OUTGREW_POOL, OUTGROWN, PASS_FAILED, PASS_OK, POOL_TOO_SMALL, PREEMPTED, PREFILL, REJECTED, RUNNING,
+    TO_COMPLETION, WAITING, admission_t, config_t, content_t, header_t, likely, pass_t, prefetch, pressure_t,
+    rank_t, request_t, signal_t,
 )
 
 cdef enum verdict:  # of scheduling one request
@@ -47,45 +45,26 @@ cdef int32_t paged_submit(
 ) noexcept nogil:
     """Queue a request and return its row. The caller has checked that the id is not active."""
     cdef const config_t* c = r.config
-    cdef int32_t slot = row_take(r)
-    cdef request_t* q = &r.requests[slot]
-    cdef int64_t limit
+    cdef int32_t slot
+    cdef request_t* q
     if c.gate == TO_COMPLETION:
         # No eviction is guaranteed by reserving all outputs, so they are cut to what can be reserved.
         if num_input < c.total_kv_tokens and max_output > c.total_kv_tokens - num_input:
             max_output = c.total_kv_tokens - num_input
         if c.max_model_len > num_input and max_output > c.max_model_len - num_input:
             max_output = c.max_model_len - num_input
-    limit = num_input + max_output
-    if c.max_model_len > 0 and limit > c.max_model_len:
-        limit = c.max_model_len
-    q.id_hi = id_hi
-    q.id_lo = id_lo
-    q.num_input = <int32_t>num_input
-    q.length = <int32_t>num_input
-    q.max_output = <int32_t>max_output
-    q.limit = <int32_t>limit
+    slot = row_open(r, id_hi, id_lo, num_input, max_output, content)
+    c = r.config
+    q = &r.requests[slot]
+    if c.max_model_len > 0 and q.limit > c.max_model_len:
+        q.limit = <int32_t>c.max_model_len
     q.next_seal = <int32_t>c.block_size
-    q.table = NO_BLOCK
-    q.stamp = -1
-    q.status = WAITING
-    q.next = NO_SLOT
-    q.prev = NO_SLOT
-    q.cached_prefix = -1
     # A prompt longer than the pool has hashes only as far as the pool goes; it is rejected.
     if c.caching:
         q.hashed = <int32_t>(num_input // c.block_size)
         if q.hashed > content.num_hashes:
             q.hashed = <int32_t>content.num_hashes
-    q.waiting_order = r.header.arrivals
-    r.header.arrivals += 1
-    r.contents[slot] = content[0]
-    id_insert(r, slot)
-    if c.order == BY_SCORE:
-        q.score = r.score(r, slot)
-        q.flags |= SCORED
-    waiting_push_back(r, slot)
-    r.header.effect_free = 0
+    row_queue(r, slot)
     return slot
 
 
@@ -140,20 +119,11 @@ cdef void preempt(rank_t* r, int64_t index) noexcept nogil:
     cdef request_t* q = &r.requests[slot]
     cdef header_t* h = r.header
     cdef pass_t* p = &r.p
-    cdef pressure_t* e
+    cdef pressure_t* e = pressure(r, slot)
     cdef int64_t before
-    if unlikely(r.num_pressures == r.cap_pressures):
-        r.grow(r, GROW_PRESSURES, r.num_pressures + 1)
-    e = &r.pressures[r.num_pressures]
-    r.num_pressures += 1
-    e.id_hi = q.id_hi
-    e.id_lo = q.id_lo
-    e.running_before = <int32_t>h.num_running
     e.waiting_before = <int32_t>h.num_waiting
     e.active_before = pool_active(r)
     e.request_blocks = blocks_of(r, q.allocated)
-    e.slot = slot
-    e.computed = q.computed
     if q.stamp == h.passes:
         # Scheduled in this very pass: nothing of it was scheduled after all.
         p.budget += q.sched_total + q.sched_drafts
@@ -524,13 +494,7 @@ cdef int paged_schedule(rank_t* r, double now_ms) noexcept nogil:
     """
     cdef pass_t* p = &r.p
     cdef int64_t count
-    memset(p, 0, sizeof(pass_t))
-    r.num_signals = 0
-    r.num_rejected = 0
-    r.num_admissions = 0
-    r.num_pressures = 0
-    p.start_ms = now_ms
-    p.budget = r.config.budget
+    pass_open(r, now_ms)
     if schedule_running(r) != PASS_OK or schedule_waiting(r) != PASS_OK:
         return PASS_FAILED
     count = p.prefill_count

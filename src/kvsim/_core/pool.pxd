@@ -16,7 +16,7 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from kvsim._core.events cimport event_add, event_open
 from kvsim._core.prefix cimport prefix_unregister
-from kvsim._core.types cimport CHECK, NO_BLOCK, NO_SLOT, REMOVED, block_t, header_t, prefetch, rank_t
+from kvsim._core.types cimport CHECK, NO_BLOCK, NO_SLOT, REMOVED, block_t, prefetch, rank_t
 
 
 cdef inline int64_t pool_active(const rank_t* r) noexcept nogil:

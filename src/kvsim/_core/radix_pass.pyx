@@ -14,17 +14,16 @@ from kvsim._core.radix cimport (
     cursor_advance, cursor_t, radix_evict, radix_insert, radix_lock, radix_match, radix_match_length, radix_unlock,
 )
 from kvsim._core.requests cimport (
-    id_insert, row_release, row_take, running_append, running_delete, running_index, running_leave, waiting_link,
-    waiting_push_back, waiting_remove,
+    row_open, row_queue, row_release, running_append, running_delete, running_index, running_leave, waiting_link,
+    waiting_remove,
 )
 from kvsim._core.rng cimport rng_accept
-from kvsim._core.signals cimport count_pass, output_token, rejected_last, signal
+from kvsim._core.signals cimport count_pass, output_token, pass_open, pressure, rejected_last, signal
 from kvsim._core.timing cimport timing_decode, timing_prefill
 from kvsim._core.types cimport (
-    BY_SCORE, CHECK, COMPLETED, DECODE, GROW_PRESSURES, HAS_PARENT, HAS_TOKEN, MODEL_LENGTH, NOT_ADMITTED, NO_REASON,
-    NO_SLOT, OUTGREW_POOL, PASS_FAILED, PASS_OK, POOL_TOO_SMALL, PREEMPTED, PREFILL, REJECTED, ROOT, RUNNING, SCORED,
-    STORED, WAITING, admission_t, config_t, content_t, event_t, header_t, lease_t, pass_t, pressure_t, radix_t, rank_t,
-    request_t, run_t, signal_t, unlikely,
+    BUDGET_TOO_SMALL, COMPLETED, DECODE, HAS_PARENT, HAS_TOKEN, MODEL_LENGTH, NOT_ADMITTED, NO_REASON, NO_SLOT, OUTGREW_POOL,
+    PASS_FAILED, PASS_OK, POOL_TOO_SMALL, PREEMPTED, PREFILL, REJECTED, ROOT, RUNNING, STORED, WAITING, admission_t,
+    config_t, content_t, event_t, header_t, lease_t, pass_t, pressure_t, radix_t, rank_t, request_t, signal_t,
 )
 
 cdef enum retry_kind:  # why a pass at the same instant may differ from one that did nothing
@@ -128,30 +127,41 @@ cdef void tell_stored(rank_t* r, int32_t slot, int64_t first, int64_t last) noex
         event_add(r, content.runs[i].seq, content.runs[i].key, slot, <int32_t>i)
 
 
-cdef void commit(rank_t* r, int32_t slot, int64_t pages) noexcept nogil:
-    """Put the pages behind `cached`, up to `pages`, into the tree (section 4.5).
+cdef int32_t put_in_tree(rank_t* r, int32_t slot, int64_t pages) noexcept nogil:
+    """Have the first `pages` pages of a request in the tree; the node they end at.
 
     Pages that lay there already were owned twice: the request gives its copies
-    back and uses those of the tree.
+    back and uses those of the tree. The arena may move.
     """
-    cdef lease_t* l = &r.leases[slot]
-    cdef cursor_t at
+    cdef const lease_t* l = &r.leases[slot]
+    cdef int64_t first = l.cached
     cdef int64_t found
+    cdef cursor_t at
+    cdef int32_t node
+    at.run = r.contents[slot].runs + l.run
+    at.offset = l.run_offset
+    node = radix_insert(r, l.node, at, pages - first, &found)
+    if r.config.emit_events and found < pages - first:
+        tell_stored(r, slot, first + found, pages)
+    r.radix.available += found
+    return node
+
+
+cdef void commit(rank_t* r, int32_t slot, int64_t pages) noexcept nogil:
+    """Put the pages behind `cached`, up to `pages`, into the tree and go on from there (section 4.5)."""
+    cdef lease_t* l = &r.leases[slot]
     cdef int64_t more = pages - l.cached
+    cdef cursor_t at
     cdef int32_t node
     if not r.config.caching or more <= 0:
         return
-    at.run = r.contents[slot].runs + l.run
-    at.offset = l.run_offset
-    node = radix_insert(r, l.node, at, more, &found)
-    if r.config.emit_events and found < more:
-        tell_stored(r, slot, l.cached + found, pages)
-    # Tree and events may have moved the arena.
+    node = put_in_tree(r, slot, pages)
     l = &r.leases[slot]
-    r.radix.available += found
     if node != l.node:
         radix_lock(r, node)
         radix_unlock(r, l.node)
+    at.run = r.contents[slot].runs + l.run
+    at.offset = l.run_offset
     cursor_advance(&at, more)
     l.node = node
     l.cached = <int32_t>pages
@@ -165,28 +175,15 @@ cdef inline void commit_computed(rank_t* r, int32_t slot) noexcept nogil:
 
 cdef void lease_finish(rank_t* r, int32_t slot) noexcept nogil:
     """The request is done: its whole pages become cache, the rest is free."""
-    cdef lease_t* l = &r.leases[slot]
-    cdef request_t* q = &r.requests[slot]
-    cdef int64_t whole = q.computed // r.config.block_size
-    cdef int64_t found
-    cdef int64_t more
-    cdef cursor_t at
-    cdef int32_t node
+    cdef const lease_t* l = &r.leases[slot]
+    cdef int64_t whole = r.requests[slot].computed // r.config.block_size
     if not r.config.caching or whole == 0:
         r.radix.available += l.pages - l.cached
-        radix_unlock(r, l.node)
     else:
-        more = whole - l.cached
         r.radix.available += l.pages - whole
-        at.run = r.contents[slot].runs + l.run
-        at.offset = l.run_offset
         # Also with nothing to add: it makes the whole path recent.
-        node = radix_insert(r, l.node, at, more, &found)
-        if r.config.emit_events and found < more:
-            tell_stored(r, slot, l.cached + found, whole)
-        l = &r.leases[slot]
-        r.radix.available += found
-        radix_unlock(r, l.node)
+        put_in_tree(r, slot, whole)
+    radix_unlock(r, r.leases[slot].node)
     set_pages(r, slot, 0)
     memset(&r.leases[slot], 0, sizeof(lease_t))
 
@@ -208,38 +205,16 @@ cdef int32_t radix_submit(
     rank_t* r, uint64_t id_hi, uint64_t id_lo, int64_t num_input, int64_t max_output, const content_t* content
 ) noexcept nogil:
     """Queue a request and return its row. The caller has checked that the id is not active."""
-    cdef const config_t* c = r.config
-    cdef int32_t slot = row_take(r)
-    cdef request_t* q = &r.requests[slot]
-    cdef bint late = c.max_model_len > 0 and num_input >= c.max_model_len
-    c = r.config
-    if c.max_model_len > 0 and not late and max_output > c.max_model_len - num_input:
-        max_output = c.max_model_len - num_input
-    q.id_hi = id_hi
-    q.id_lo = id_lo
-    q.num_input = <int32_t>num_input
-    q.length = <int32_t>num_input
-    q.max_output = <int32_t>max_output
-    q.limit = <int32_t>(num_input + max_output)
-    q.table = -1
-    q.stamp = -1
-    q.status = WAITING
-    q.next = NO_SLOT
-    q.prev = NO_SLOT
-    q.cached_prefix = -1
-    q.waiting_order = r.header.arrivals
-    r.header.arrivals += 1
-    r.contents[slot] = content[0]
+    cdef int64_t limit = r.config.max_model_len
+    cdef bint late = limit > 0 and num_input >= limit
+    cdef int32_t slot
+    if limit > 0 and not late and max_output > limit - num_input:
+        max_output = limit - num_input
+    slot = row_open(r, id_hi, id_lo, num_input, max_output, content)
     memset(&r.leases[slot], 0, sizeof(lease_t))
     r.leases[slot].late = late
     r.radix.late_requests += late
-    id_insert(r, slot)
-    if c.order == BY_SCORE:
-        q.score = r.score(r, slot)
-        q.flags |= SCORED
-    waiting_push_back(r, slot)
-    # Nothing is known of this one yet, whatever the last pass could not do.
-    r.header.effect_free = 0
+    row_queue(r, slot)
     return slot
 
 
@@ -518,16 +493,7 @@ cdef void retract(rank_t* r, int64_t index, int64_t growth, double now_ms) noexc
     cdef header_t* h = r.header
     cdef int32_t slot = r.running[index]
     cdef request_t* q = &r.requests[slot]
-    cdef pressure_t* e
-    if unlikely(r.num_pressures == r.cap_pressures):
-        r.grow(r, GROW_PRESSURES, r.num_pressures + 1)
-    e = &r.pressures[r.num_pressures]
-    r.num_pressures += 1
-    e.id_hi = q.id_hi
-    e.id_lo = q.id_lo
-    e.slot = slot
-    e.computed = q.computed
-    e.running_before = <int32_t>h.num_running
+    cdef pressure_t* e = pressure(r, slot)
     e.waiting_before = -1
     e.active_before = r.config.num_blocks - r.radix.available
     e.request_blocks = q.n_blocks
@@ -650,12 +616,7 @@ cdef int radix_schedule(rank_t* r, double now_ms) noexcept nogil:
     cdef radix_t* x = r.radix
     cdef int64_t count
     cdef bint deferred
-    memset(p, 0, sizeof(pass_t))
-    r.num_signals = 0
-    r.num_rejected = 0
-    r.num_admissions = 0
-    r.num_pressures = 0
-    p.start_ms = now_ms
+    pass_open(r, now_ms)
     p.ratio_before = x.new_token_ratio
     x.hit_tokens = 0
     x.total_tokens = 0
@@ -898,7 +859,7 @@ cdef int radix_stuck(const rank_t* r, int32_t* slot, int64_t* needed) noexcept n
         if r.header.num_running > 1:
             return NO_REASON
         slot[0] = r.running[0]
-        needed[0] = growth_pages(r) + r.requests[slot[0]].n_blocks
+        needed[0] = max(growth_pages(r) + r.requests[slot[0]].n_blocks, r.config.num_blocks + 1)
         return OUTGREW_POOL
     slot[0] = r.header.waiting_head
     if slot[0] == NO_SLOT:
@@ -906,8 +867,14 @@ cdef int radix_stuck(const rank_t* r, int32_t* slot, int64_t* needed) noexcept n
     if r.config.ask_admission:
         return NOT_ADMITTED
     q = &r.requests[slot[0]]
+    needed[0] = page_ceil(r, q.length - q.computed)
+    if needed[0] > r.config.chunk:
+        needed[0] = r.config.chunk // r.config.block_size * r.config.block_size
+    if needed[0] > r.config.max_prefill:
+        return BUDGET_TOO_SMALL
     needed[0] = q.limit - q.length
     if needed[0] > r.config.clip:
         needed[0] = r.config.clip
-    needed[0] = pages_of(r, q.length + needed[0] + 1)
+    # Admission leaves room to spare, so a request may need just what there is and not fit.
+    needed[0] = max(pages_of(r, q.length + needed[0] + 1), r.config.num_blocks + 1)
     return POOL_TOO_SMALL

@@ -4,8 +4,8 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.string cimport memmove, memset
 
 from kvsim._core.types cimport (
-    BY_SCORE, CHECK, FREE, GROW_REQUESTS, NO_BLOCK, NO_SLOT, PREEMPTED, RUNNING, WAITING, header_t, rank_t, request_t,
-    unlikely,
+    BY_SCORE, GROW_REQUESTS, NO_BLOCK, NO_SLOT, PREEMPTED, RUNNING, SCORED, WAITING, content_t, header_t, rank_t,
+    request_t, unlikely,
 )
 
 
@@ -138,6 +138,42 @@ cdef inline void waiting_remove(rank_t* r, int32_t slot) noexcept nogil:
     q.next = NO_SLOT
     q.prev = NO_SLOT
     waiting_count(r, q, -1)
+
+
+cdef inline int32_t row_open(
+    rank_t* r, uint64_t id_hi, uint64_t id_lo, int64_t num_input, int64_t max_output, const content_t* content
+) noexcept nogil:
+    """A row for a new request, not queued yet. The id must not be active."""
+    cdef int32_t slot = row_take(r)
+    cdef request_t* q = &r.requests[slot]
+    q.id_hi = id_hi
+    q.id_lo = id_lo
+    q.num_input = <int32_t>num_input
+    q.length = <int32_t>num_input
+    q.max_output = <int32_t>max_output
+    q.limit = <int32_t>(num_input + max_output)
+    q.table = NO_BLOCK
+    q.stamp = -1
+    q.status = WAITING
+    q.next = NO_SLOT
+    q.prev = NO_SLOT
+    q.cached_prefix = -1
+    q.waiting_order = r.header.arrivals
+    r.header.arrivals += 1
+    r.contents[slot] = content[0]
+    return slot
+
+
+cdef inline void row_queue(rank_t* r, int32_t slot) noexcept nogil:
+    """Make an opened row findable by its id and let it wait."""
+    cdef request_t* q = &r.requests[slot]
+    id_insert(r, slot)
+    if r.config.order == BY_SCORE:
+        q.score = r.score(r, slot)
+        q.flags |= SCORED
+    waiting_push_back(r, slot)
+    # The verdict of the last pass no longer holds.
+    r.header.effect_free = 0
 
 
 # ---------------------------------------------------------------- running

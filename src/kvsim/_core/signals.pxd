@@ -1,13 +1,41 @@
-# Output signals and the counting of a pass, common to both engines.
+# The frame of a pass, common to both engines: its scratch, signals, pressure events, counting.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
-from libc.string cimport memmove
+from libc.string cimport memmove, memset
 
 from kvsim._core.content cimport synthetic_token
 from kvsim._core.metrics cimport welford_add
 from kvsim._core.types cimport (
-    GROW_SIGNALS, HAS_CACHED, SIGNALLED, content_t, header_t, rank_t, request_t, signal_t, unlikely,
+    GROW_PRESSURES, GROW_SIGNALS, HAS_CACHED, SIGNALLED, content_t, header_t, pass_t, pressure_t, rank_t, request_t,
+    signal_t, unlikely,
 )
+
+
+cdef inline void pass_open(rank_t* r, double now_ms) noexcept nogil:
+    """Clear what lives for one pass."""
+    memset(&r.p, 0, sizeof(pass_t))
+    r.num_signals = 0
+    r.num_rejected = 0
+    r.num_admissions = 0
+    r.num_pressures = 0
+    r.p.start_ms = now_ms
+    r.p.budget = r.config.budget
+
+
+cdef inline pressure_t* pressure(rank_t* r, int32_t slot) noexcept nogil:
+    """Append a pressure event of a running request about to lose everything; the caller fills the occupancy."""
+    cdef const request_t* q = &r.requests[slot]
+    cdef pressure_t* e
+    if unlikely(r.num_pressures == r.cap_pressures):
+        r.grow(r, GROW_PRESSURES, r.num_pressures + 1)
+    e = &r.pressures[r.num_pressures]
+    r.num_pressures += 1
+    e.id_hi = q.id_hi
+    e.id_lo = q.id_lo
+    e.slot = slot
+    e.computed = q.computed
+    e.running_before = <int32_t>r.header.num_running
+    return e
 
 
 cdef inline signal_t* signal(rank_t* r, int32_t slot, int32_t flags, int32_t reason, int64_t needed) noexcept nogil:

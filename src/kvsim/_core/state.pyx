@@ -711,7 +711,8 @@ cdef class RankState:
         other._profile = self._profile
         other.r.profile = self.r.profile
         other._offsets = self._offsets
-        other.arena = np.empty(len(self.arena), np.uint8)
+        # Zeroed: the ends of spans are never written, and the digest covers whole spans.
+        other.arena = np.zeros(len(self.arena), np.uint8)
         _copy_rows(self.arena, self._offsets, other.arena, self._offsets, self._used())
         other._bind_arena()
         other._contents_memory = self._contents_memory

@@ -69,6 +69,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     engine.add_argument("--workers", type=positive_int, default=1, metavar="N", help="number of workers (1)")
 
+    engine.add_argument(
+        "--dp-size", type=positive_int, default=1, metavar="N", help="attention-DP ranks of each worker (1)"
+    )
+
     load = parser.add_argument_group("load")
     load.add_argument("--concurrency", type=positive_int, metavar="N", help="closed loop: at most N requests at once")
     load.add_argument("--speedup", type=positive_float, default=1.0, metavar="X", help="divide arrival times by X (1)")
@@ -131,6 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
             trace,
             config,
             workers=arguments.workers,
+            dp_size=arguments.dp_size,
             concurrency=arguments.concurrency,
             speedup=arguments.speedup,
             max_sim_time_ms=arguments.max_sim_time,

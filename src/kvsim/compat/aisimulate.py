@@ -82,6 +82,8 @@ def _replay(text: str, *, artifacts: bool) -> dict[str, Any]:
     _known(payload, _PAYLOAD_KEYS, "")
     spec = _mapping(payload.get("spec"), "spec")
     _known(spec, _SPEC_KEYS, "spec.")
+    if spec.get("version", 1) != 1:
+        raise ConfigError("spec.version", f"must be 1, got {spec['version']!r}")
     workers = _workers(spec)
     config, dp_size = _engine(spec)
     if artifacts and workers * dp_size != 1:
@@ -149,6 +151,7 @@ def _workers(spec: Mapping[str, Any]) -> int:
 def _engine(spec: Mapping[str, Any]) -> tuple[EngineConfig, int]:
     """Configuration of a rank, and ranks per worker."""
     engine = _mapping(spec.get("engine", {}), "spec.engine")
+    _known(engine, {"dp_size", "rank", "kv_eviction_policy"}, "spec.engine.")
     if engine.get("kv_eviction_policy", "lru") != "lru":
         raise ConfigError("spec.engine.kv_eviction_policy", f"must be 'lru', got {engine['kv_eviction_policy']!r}")
     values = dict(_mapping(engine.get("rank", {}), "spec.engine.rank"))
@@ -157,7 +160,8 @@ def _engine(spec: Mapping[str, Any]) -> tuple[EngineConfig, int]:
             if values[name] != off:
                 raise ConfigError(f"spec.engine.rank.{name}", f"is not simulated by this version, got {values[name]!r}")
             del values[name]
-    return parse_config(values), engine.get("dp_size", 1)
+    # The role of a worker is the topology's to say (spec/replay.md section 1).
+    return parse_config(values).replace(worker_type="aggregated"), engine.get("dp_size", 1)
 
 
 def _sla(value: Any) -> Sla | None:

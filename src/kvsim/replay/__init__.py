@@ -98,13 +98,23 @@ def replay(
         A callable timing model failed.
     """
     from kvsim.config import EngineConfig
+    from kvsim.errors import ConfigError, WorkloadError
     from kvsim.replay.run import Run
+    from kvsim.report import Sla
     from kvsim.workload import Workload, load_workload, workload_from_requests
 
     started = time.perf_counter()
+    # What is used only later is checked before the run, not after it.
+    for name, value, kind in (("config", config, EngineConfig), ("sla", sla, Sla)):
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(name, f"expected None or an object of {kind.__name__}, got {value!r}")
+    if progress is not None and not callable(progress):
+        raise ConfigError("progress", f"must be callable, got {progress!r}")
     if not isinstance(workload, Workload):
         if isinstance(workload, (str, os.PathLike)):
             workload = load_workload(workload, format=trace_format, block_size=trace_block_size, strict=strict)
+        elif not isinstance(workload, Iterable):
+            raise WorkloadError(f"expected a path, a Workload or an iterable of requests, got {workload!r}")
         else:
             workload = workload_from_requests(workload)
     run = Run(

@@ -25,8 +25,8 @@ from kvsim.contract import RankIdentity
 from kvsim.errors import ConfigError
 from kvsim.layout import RequestStatus
 from kvsim.policies import Policy
+from kvsim.rank import SchedulerRank, content_tokens, request_content
 from kvsim.replay.placement import RoundRobin
-from kvsim.rank import SchedulerRank, request_content
 from kvsim.report import GapHistogram, ReplayResult, RunTotals, Sla
 from kvsim.workload import ArrivalDriver, TokenizationPool, Workload
 
@@ -158,7 +158,7 @@ class Run:
             workload.tokens,
             workload.planned,
             config.tokens_per_block,
-            config.num_gpu_blocks * config.tokens_per_block,
+            content_tokens(config),
             config.emit_kv_events,
         )
         if config.backend == "sglang":
@@ -326,9 +326,11 @@ class Run:
 
 
 def _tokenization_pool(options: Mapping[str, Any]) -> TokenizationPool:
+    if not isinstance(options, Mapping):
+        raise ConfigError("tokenization", f"expected None or a mapping, got {options!r}")
     unknown = set(options) - {"workers", "base_ms", "per_input_token_ms"}
     if unknown:
-        raise ConfigError(f"tokenization.{sorted(unknown)[0]}", "unknown field")
+        raise ConfigError(f"tokenization.{sorted(unknown, key=str)[0]}", "unknown field")
     if "workers" not in options:
         raise ConfigError("tokenization.workers", "required field is missing")
     return TokenizationPool(**options)
