@@ -92,8 +92,9 @@ def test_replay_passes_its_defaults_on(fake, trace):
 
 
 def test_replay_passes_every_option_on(fake, trace, tmp_path):
-    options = "--workers 3 --dp-size 2 --concurrency 9 --speedup 2.5 --max-sim-time 150 --seed 7"
-    options += " --sla-ttft-ms 200 --sla-itl-ms 20 --trace-format mooncake-delta --trace-block-size 64 --strict --record-passes --no-progress"
+    options = "--workers 3 --dp-size 2 --concurrency 9 --speedup 2.5 --max-sim-time 150 --seed 7 --sla-ttft-ms 200"
+    options += " --sla-itl-ms 20 --trace-format mooncake-delta --trace-block-size 64 --strict --record-passes"
+    options += " --no-progress"
     assert main(["replay", trace, *options.split(), "--out", str(tmp_path / "out")]) == 0
     ((_, _, given),) = fake.calls
     assert given == {

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from kvsim.config import EngineConfig, FixedTiming, NpzTiming
-from kvsim.contract import CommandContext, Request, Submit
+from kvsim.contract import CommandContext, RankIdentity, Request, Submit
 from kvsim.errors import ConfigError, PoisonedError
 from kvsim.policies import Directive, Policy, TrtllmPolicy, VllmPolicy, get_policy, register_policy
+from kvsim.rank import SchedulerRank
 from kvsim.timing import load_profile
 from support import Engine
 
@@ -538,3 +539,13 @@ def test_a_loaded_profile_can_be_given_in_place_of_the_configured_model(tmp_path
     engine = Engine(num_gpu_blocks=64, timing=load_profile(tmp_path / "p.npz"))
     engine.submit(1, range(8))
     assert engine.step().end_ms == pytest.approx(20.0, abs=1e-6)
+
+
+def test_a_profile_given_as_arrays_is_checked_like_a_file() -> None:
+    config = EngineConfig()
+    with pytest.raises(ConfigError, match="decode_active_kv_tokens: is missing in profile timing"):
+        SchedulerRank(RankIdentity(), config, timing={})
+    with pytest.raises(ConfigError, match="prefill_isl: must be one axis"):
+        SchedulerRank(RankIdentity(), config, timing=profile(prefill_isl=[2.0, 1.0]))
+    with pytest.raises(ConfigError, match="decode_itl: must be an array of numbers"):
+        SchedulerRank(RankIdentity(), config, timing=profile(decode_itl="fast"))

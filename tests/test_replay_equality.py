@@ -205,6 +205,24 @@ def test_a_rank_forked_in_the_middle_ends_like_the_rank_it_came_from(
         assert forked.passes == fork_after or left.digest() != seat.rank.digest()
 
 
+def test_a_prefill_interval_runs_out_while_nothing_is_there() -> None:
+    """It is counted in passes, which take no time without work: who comes later does not wait for it."""
+    config = EngineConfig(
+        backend="sglang",
+        num_gpu_blocks=30,
+        block_size=1,
+        max_model_len=9,
+        prefill_decode_interval=1,
+        timing_model=FixedTiming(prefill_ms=10.0, decode_ms=3.0),
+    )
+    first, late, long = ({"input_tokens": length, "output_tokens": 4} for length in (8, 8, 12))
+    at = {"arrival_time_ms": 12.5}
+    run = run_kernel([first, late | at, long | at], config)
+    # The prompt that is too long is met by the pass that prefills the one before it, and told at its end.
+    assert run.records["terminal_ms"].tolist() == [10.0, 22.5, 22.5]
+    same_digests(run, contract_run(run, concurrency=None, cap=None))
+
+
 # ---------------------------------------------------------------- the same bytes, everywhere
 
 PAGED = EngineConfig(

@@ -6,6 +6,7 @@ arrays, a callable one is asked once per part of a pass.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import BadZipFile
@@ -18,7 +19,7 @@ from kvsim.config import EngineConfig, ExternalTiming, FixedTiming, NpzTiming
 from kvsim.contract import TimingModel
 from kvsim.errors import ConfigError
 
-__all__ = ["TimingParameters", "load_profile", "modelled_ms", "resolve_timing"]
+__all__ = ["TimingParameters", "check_profile", "load_profile", "modelled_ms", "resolve_timing"]
 
 FIXED, POLYNOMIAL, PROFILE, CALLABLE = range(4)
 
@@ -65,7 +66,7 @@ def resolve_timing(config: EngineConfig, timing: Any = None) -> TimingParameters
         If an external model is named but not given, or `timing` lacks a method.
     """
     if isinstance(timing, dict):
-        return TimingParameters(PROFILE, profile=timing)
+        return TimingParameters(PROFILE, profile=check_profile(timing))
     if timing is not None:
         if not isinstance(timing, TimingModel):
             raise ConfigError(
@@ -105,19 +106,40 @@ def load_profile(path: str | Path) -> dict[str, npt.NDArray[np.float64]]:
     """
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
-            raw = {name: np.ascontiguousarray(archive[name], dtype=np.float64) for name in archive.files}
+            raw = {name: np.asarray(archive[name], dtype=np.float64) for name in archive.files}
     except (OSError, EOFError, ValueError, TypeError, BadZipFile) as error:
         raise ConfigError("timing_model.path", f"{path}: cannot be read as an .npz profile: {error}") from None
+    return check_profile(raw, str(path))
+
+
+def check_profile(raw: Mapping[str, Any], source: str = "timing") -> dict[str, npt.NDArray[np.float64]]:
+    """Arrays of a profile as the kernels take them, checked.
+
+    Parameters
+    ----------
+    raw : mapping of str to array-like
+        As `load_profile` returns.
+    source : str
+        Where it came from, for errors.
+
+    Raises
+    ------
+    ConfigError
+        An array that is missing, misshaped, not finite or not increasing; names it.
+    """
     batched = "prefill_batch_size" in raw
     axes = _PREFILL_3D if batched else _PREFILL_1D
     table = "prefill_time_ms" if batched else "prefill_ttft_ms"
     profile = {}
     for name in (*_DECODE_AXES, "decode_itl", *axes, table):
         if name not in raw:
-            raise ConfigError(name, f"is missing in profile {path}")
-        if not np.isfinite(raw[name]).all():
-            raise ConfigError(name, f"must be finite in profile {path}")
-        profile[name] = raw[name]
+            raise ConfigError(name, f"is missing in profile {source}")
+        try:
+            profile[name] = np.ascontiguousarray(raw[name], dtype=np.float64)
+        except (TypeError, ValueError):
+            raise ConfigError(name, f"must be an array of numbers in profile {source}") from None
+        if not np.isfinite(profile[name]).all():
+            raise ConfigError(name, f"must be finite in profile {source}")
     for name in (*_DECODE_AXES, *axes):
         axis = profile[name]
         if axis.ndim != 1 or len(axis) < 2 or not (np.diff(axis) > 0).all():
