@@ -59,7 +59,6 @@ setup(
         include_path=["src"],
         compiler_directives={
             "language_level": "3",
-            "wraparound": False,
             "cdivision": True,
             "binding": True,
             **directives,

@@ -364,7 +364,7 @@ cdef class Fleet:
                 used = running > 0
                 if used.any():
                     self._histogram.add(np.rint(gaps[used] * 1e6).astype(np.int64), running[used])
-                weight, before = int(running[-1]), float(ends[last - 1])
+                weight, before = int(running[len(running) - 1]), float(ends[last - 1])
             self._carry[w] = (weight, before)
             left = worker.log_count - count
             ends[:left] = ends[count:worker.log_count].copy()
