@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvsim.replay import replay
 
 if TYPE_CHECKING:
+    from kvsim.branches import BranchResult, branch
     from kvsim.config import (
         EngineConfig,
         ExternalTiming,
@@ -52,12 +53,14 @@ if TYPE_CHECKING:
     from kvsim.policies import Directive, Policy, register_policy
     from kvsim.rank import RankSnapshot, SchedulerRank
     from kvsim.report import ReplayResult, Sla
+    from kvsim.sweeps import RandomParameter, SweepResult, sweep
     from kvsim.workload import Workload, load_workload
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ActivateDestination",
+    "BranchResult",
     "CancelDestination",
     "CancelRequest",
     "CancelSource",
@@ -76,6 +79,7 @@ __all__ = [
     "PoisonedError",
     "Policy",
     "PolynomialTiming",
+    "RandomParameter",
     "RankIdentity",
     "RankSnapshot",
     "ReleaseSource",
@@ -89,21 +93,25 @@ __all__ = [
     "SnapshotError",
     "Submit",
     "SubmitHandoffPrefill",
+    "SweepResult",
     "TimingError",
     "TimingModel",
     "TrtllmConfig",
     "Workload",
     "WorkloadError",
     "__version__",
+    "branch",
     "load_config",
     "load_workload",
     "parse_config",
     "register_policy",
     "replay",
+    "sweep",
 ]
 
 #: Module -> the public names that live in it, beside those above.
 _HOMES = {
+    "branches": "BranchResult branch",
     "config": (
         "EngineConfig ExternalTiming FixedTiming NativeHostOffload NpzTiming PolynomialTiming SglangConfig "
         "TrtllmConfig load_config parse_config"
@@ -119,6 +127,7 @@ _HOMES = {
     "policies": "Directive Policy register_policy",
     "rank": "RankSnapshot SchedulerRank",
     "report": "ReplayResult Sla",
+    "sweeps": "RandomParameter SweepResult sweep",
     "workload": "Workload load_workload",
 }
 _HOME_OF = {name: f"kvsim.{module}" for module, names in _HOMES.items() for name in names.split()}

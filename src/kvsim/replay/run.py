@@ -11,6 +11,7 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -135,37 +136,14 @@ class Run:
         self.admissions: npt.NDArray[Any] | None = None
         self.outputs: npt.NDArray[Any] | None = None
         self.passes: npt.NDArray[Any] | None = None
-        self._fleet.set_content(workload.specs, workload.planned, self._content_of)
+        # Not a bound method: a cycle would keep the arrays of every run until a full garbage collection.
+        self._fleet.set_content(workload.specs, workload.planned, partial(_content_of, workload, config, self._growing))
         self._released = 0
 
     @property
     def now_ms(self) -> float:
         """Virtual time."""
         return float(self._fleet.now_ms)
-
-    def _content_of(self, first: int, last: int) -> tuple[Any, ...]:
-        """Content of rows first .. last-1 as `Fleet.set_content` wants it.
-
-        Nothing but offsets without prefix caching, and for growing
-        conversations, whose turns bring their own.
-        """
-        workload, config = self.workload, self.config
-        if not config.enable_prefix_caching or self._growing:
-            return np.zeros(1, np.uint64), None, None, None, np.zeros(last - first + 1, np.int64)
-        inputs = (
-            workload.specs[first:last],
-            workload.segments,
-            workload.tokens,
-            workload.planned,
-            config.tokens_per_block,
-            content_tokens(config),
-            config.emit_kv_events,
-        )
-        if config.backend == "sglang":
-            runs, offsets, heads = content.runs_workload(*inputs)
-            return None, None, runs, heads, offsets
-        hashes, local, offsets = content.hash_workload(*inputs)
-        return hashes, local, None, None, offsets
 
     # ------------------------------------------------------------ running
 
@@ -323,6 +301,30 @@ class Run:
         """KV events of a worker up to the end of the run: (layout.EVENT, layout.EVENT_BLOCK) rows."""
         events, blocks = self.ranks[worker]._state.drain_events()
         return events[(events["at_ms"] >= 0) & (events["at_ms"] <= self.now_ms)], blocks
+
+
+def _content_of(workload: Workload, config: EngineConfig, growing: bool, first: int, last: int) -> tuple[Any, ...]:
+    """Content of rows first .. last-1 as `Fleet.set_content` wants it.
+
+    Nothing but offsets without prefix caching, and for growing
+    conversations, whose turns bring their own.
+    """
+    if not config.enable_prefix_caching or growing:
+        return np.zeros(1, np.uint64), None, None, None, np.zeros(last - first + 1, np.int64)
+    inputs = (
+        workload.specs[first:last],
+        workload.segments,
+        workload.tokens,
+        workload.planned,
+        config.tokens_per_block,
+        content_tokens(config),
+        config.emit_kv_events,
+    )
+    if config.backend == "sglang":
+        runs, offsets, heads = content.runs_workload(*inputs)
+        return None, None, runs, heads, offsets
+    hashes, local, offsets = content.hash_workload(*inputs)
+    return hashes, local, None, None, offsets
 
 
 def _tokenization_pool(options: Mapping[str, Any]) -> TokenizationPool:
