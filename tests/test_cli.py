@@ -12,7 +12,7 @@ import pytest
 
 import kvsim
 from kvsim.cli import main
-from kvsim.cli.replay import _Progress
+from kvsim.cli.options import Progress
 from kvsim.cli.synth import PROFILE_OPTIONS
 from kvsim.errors import ConfigError, KvsimError, WorkloadError
 from kvsim.layout import FailReason, RequestStatus
@@ -172,7 +172,7 @@ def test_progress_is_shown_on_a_terminal_only(fake, trace, monkeypatch, capsys):
 
 
 def test_progress_follows_the_run_on_standard_error(capsys):
-    with _Progress(enabled=True) as progress:
+    with Progress(enabled=True, unit="req") as progress:
         progress.callback(3, 10)
         progress.callback(10, 10)
         assert (progress._bar.n, progress._bar.total) == (10, 10)

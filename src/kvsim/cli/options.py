@@ -6,12 +6,23 @@ import argparse
 import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 from kvsim.errors import ConfigError, WorkloadError
 
+if TYPE_CHECKING:
+    from kvsim.report import Sla
+
 __all__ = [
+    "DEFAULT_TRACE_BLOCK_SIZE",
+    "DEFAULT_TRACE_FORMAT",
+    "Progress",
+    "add_engine_options",
+    "add_load_options",
+    "add_sla_options",
     "check_can_write",
     "check_readable",
     "drop_output",
@@ -20,6 +31,7 @@ __all__ = [
     "override",
     "positive_float",
     "positive_int",
+    "sla_of",
     "write_out",
 ]
 
@@ -145,3 +157,101 @@ def drop_output() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)
+
+
+#: How traces are read unless told otherwise; the example has no other way.
+DEFAULT_TRACE_FORMAT = "mooncake"
+DEFAULT_TRACE_BLOCK_SIZE = 512
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that make an engine configuration and its workers."""
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("-c", "--config", metavar="FILE", help="engine configuration, YAML or JSON")
+    engine.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        type=override,
+        metavar="PATH=VALUE",
+        help="set a field of the configuration, e.g. sglang.schedule_policy=lpm; may be repeated",
+    )
+    engine.add_argument("--workers", type=positive_int, default=1, metavar="N", help="number of workers (1)")
+    engine.add_argument(
+        "--dp-size", type=positive_int, default=1, metavar="N", help="attention-DP ranks of each worker (1)"
+    )
+
+
+def add_load_options(parser: argparse.ArgumentParser, strict: str) -> argparse._ArgumentGroup:
+    """Add the options of the load and of reading it; `strict` says what --strict does. Returns their group."""
+    load = parser.add_argument_group("load")
+    load.add_argument("--concurrency", type=positive_int, metavar="N", help="closed loop: at most N requests at once")
+    load.add_argument("--speedup", type=positive_float, default=1.0, metavar="X", help="divide arrival times by X (1)")
+    load.add_argument("--max-sim-time", type=milliseconds, metavar="MS", help="stop at this virtual time, milliseconds")
+    load.add_argument(
+        "--trace-format", default=DEFAULT_TRACE_FORMAT, metavar="NAME", help="format of the trace (mooncake)"
+    )
+    load.add_argument(
+        "--trace-block-size",
+        type=positive_int,
+        default=DEFAULT_TRACE_BLOCK_SIZE,
+        metavar="N",
+        help="tokens per hash id of the trace (512)",
+    )
+    load.add_argument("--strict", action="store_true", help=strict)
+    return load
+
+
+def add_sla_options(parser: argparse.ArgumentParser) -> None:
+    """Add the bounds of goodput."""
+    sla = parser.add_argument_group("service level", "bounds that a request must keep to count as goodput")
+    sla.add_argument("--sla-ttft-ms", type=positive_float, metavar="MS", help="time to first token")
+    sla.add_argument("--sla-itl-ms", type=positive_float, metavar="MS", help="mean time between tokens")
+    sla.add_argument("--sla-e2e-ms", type=positive_float, metavar="MS", help="time to last token; stands alone")
+
+
+def sla_of(arguments: argparse.Namespace) -> Sla | None:
+    """Bounds that were given, None if none was."""
+    from kvsim.report import Sla
+
+    sla = Sla(ttft_ms=arguments.sla_ttft_ms, itl_ms=arguments.sla_itl_ms, e2e_ms=arguments.sla_e2e_ms)
+    return sla if sla.is_set else None
+
+
+class Progress:
+    """A bar on standard error that grows with what is finished; nothing when disabled.
+
+    Parameters
+    ----------
+    enabled : bool
+    unit : str
+        What is counted.
+    """
+
+    def __init__(self, *, enabled: bool, unit: str) -> None:
+        self._enabled = enabled
+        self._unit = unit
+        self._bar: Any = None
+
+    @property
+    def callback(self) -> Callable[[int, int], None] | None:
+        """Function of (done, total), None when disabled."""
+        return self._update if self._enabled else None
+
+    def _update(self, done: int, total: int) -> None:
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, unit=self._unit, file=sys.stderr, leave=False)
+        self._bar.total = total
+        self._bar.update(done - self._bar.n)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()

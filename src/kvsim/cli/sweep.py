@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvsim.cli.options import (
+    DEFAULT_TRACE_BLOCK_SIZE,
+    DEFAULT_TRACE_FORMAT,
+    Progress,
+    add_engine_options,
+    add_load_options,
+    add_sla_options,
     check_can_write,
     check_readable,
-    milliseconds,
     non_negative_int,
-    override,
-    positive_float,
     positive_int,
+    sla_of,
     write_out,
 )
 from kvsim.errors import ConfigError
@@ -40,8 +42,6 @@ exit codes:
   1  it failed, or every run did; with --strict also: any run failed
   2  usage, configuration or trace"""
 
-_DEFAULT_FORMAT = "mooncake"
-_DEFAULT_BLOCK_SIZE = 512
 
 #: Columns of the printed table unless --metrics names others.
 _SHOWN = (
@@ -133,40 +133,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     points.add_argument("--seeds", type=seeds_option, default=[0], metavar="N,N", help="run each point with each (0)")
     points.add_argument("--repeats", type=positive_int, default=1, metavar="N", help="runs of equal point and seed (1)")
 
-    engine = parser.add_argument_group("engine")
-    engine.add_argument("-c", "--config", metavar="FILE", help="engine configuration, YAML or JSON")
-    engine.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        type=override,
-        metavar="PATH=VALUE",
-        help="set a field of the configuration in all runs; may be repeated",
-    )
-    engine.add_argument("--workers", type=positive_int, default=1, metavar="N", help="number of workers (1)")
-    engine.add_argument(
-        "--dp-size", type=positive_int, default=1, metavar="N", help="attention-DP ranks of each worker (1)"
-    )
-
-    load = parser.add_argument_group("load")
-    load.add_argument("--concurrency", type=positive_int, metavar="N", help="closed loop: at most N requests at once")
-    load.add_argument("--speedup", type=positive_float, default=1.0, metavar="X", help="divide arrival times by X (1)")
-    load.add_argument("--max-sim-time", type=milliseconds, metavar="MS", help="stop at this virtual time, milliseconds")
-    load.add_argument("--trace-format", default=_DEFAULT_FORMAT, metavar="NAME", help="format of the trace (mooncake)")
-    load.add_argument(
-        "--trace-block-size",
-        type=positive_int,
-        default=_DEFAULT_BLOCK_SIZE,
-        metavar="N",
-        help="tokens per hash id of the trace (512)",
-    )
-    load.add_argument("--strict", action="store_true", help="refuse doubtful traces; exit 1 if any run failed")
-
-    sla = parser.add_argument_group("service level", "bounds that a request must keep to count as goodput")
-    sla.add_argument("--sla-ttft-ms", type=positive_float, metavar="MS", help="time to first token")
-    sla.add_argument("--sla-itl-ms", type=positive_float, metavar="MS", help="mean time between tokens")
-    sla.add_argument("--sla-e2e-ms", type=positive_float, metavar="MS", help="time to last token; stands alone")
+    add_engine_options(parser)
+    add_load_options(parser, "refuse doubtful traces; exit 1 if any run failed")
+    add_sla_options(parser)
 
     how = parser.add_argument_group("execution")
     how.add_argument(
@@ -189,7 +158,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("", "give either a TRACE or --example")
     trace, replay_options = arguments.trace, _replay_options(arguments)
     if arguments.example:
-        if (arguments.trace_format, arguments.trace_block_size) != (_DEFAULT_FORMAT, _DEFAULT_BLOCK_SIZE):
+        if (arguments.trace_format, arguments.trace_block_size) != (DEFAULT_TRACE_FORMAT, DEFAULT_TRACE_BLOCK_SIZE):
             raise ConfigError("--example", "has its own format and block size")
         from kvsim.workload import example_trace_path
 
@@ -207,7 +176,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     import kvsim
 
-    with _Progress(enabled=not arguments.no_progress and sys.stderr.isatty()) as progress:
+    with Progress(enabled=not arguments.no_progress and sys.stderr.isatty(), unit="run") as progress:
         result = kvsim.sweep(
             trace,
             grid,
@@ -242,16 +211,13 @@ def _base(arguments: argparse.Namespace) -> Any:
 
 
 def _replay_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    from kvsim.report import Sla
-
-    sla = Sla(ttft_ms=arguments.sla_ttft_ms, itl_ms=arguments.sla_itl_ms, e2e_ms=arguments.sla_e2e_ms)
     return {
         "workers": arguments.workers,
         "dp_size": arguments.dp_size,
         "concurrency": arguments.concurrency,
         "speedup": arguments.speedup,
         "max_sim_time_ms": arguments.max_sim_time,
-        "sla": sla if sla.is_set else None,
+        "sla": sla_of(arguments),
         "trace_format": arguments.trace_format,
         "trace_block_size": arguments.trace_block_size,
         "strict": arguments.strict,
@@ -288,31 +254,3 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     return str(value)
-
-
-class _Progress:
-    """A bar on standard error that grows with finished runs; nothing when disabled."""
-
-    def __init__(self, *, enabled: bool) -> None:
-        self._enabled = enabled
-        self._bar: Any = None
-
-    @property
-    def callback(self) -> Callable[[int, int], None] | None:
-        return self._update if self._enabled else None
-
-    def _update(self, done: int, total: int) -> None:
-        if self._bar is None:
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total, unit="run", file=sys.stderr, leave=False)
-        self._bar.update(done - self._bar.n)
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.close()
