@@ -114,6 +114,9 @@ def radix_state(rank: SchedulerRank) -> dict[str, Any]:
             for keys, child in below
         ]
 
+    live = requests[requests["status"] != 0]
+    # In generation 1.3 the tokens that partial pages do not use are free.
+    loose = int((live["allocated"] - live["computed"]).sum()) if rank.config.rules.name == "dynamo-1.3" else 0
     victims = sorted(heap.tolist(), key=lambda node: (nodes[node]["last_access"], nodes[node]["ordinal"]))
     return {
         "waiting": [id_of(slot) for slot in rank.waiting],
@@ -132,7 +135,7 @@ def radix_state(rank: SchedulerRank) -> dict[str, Any]:
         },
         "new_token_ratio": float(radix["new_token_ratio"]),
         "countdown": int(radix["countdown"]),
-        "available_tokens": int(radix["available"]) * size,
+        "available_tokens": int(radix["available"]) * size + loose,
         "tree": describe(0),
         "eviction_order": [path(node) for node in victims],
         "evictable_size": int(radix["evictable"]) * size,

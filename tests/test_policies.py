@@ -269,7 +269,7 @@ def test_a_head_that_is_never_admitted_is_reported_as_the_policys_doing() -> Non
     head = engine.rank.stuck_head()
     assert head is not None
     assert head.request_id == 1
-    assert head.describe(engine.config) == "the policy never admits it"
+    assert head.describe(engine.config) == "the policy never lets it run"
 
 
 @pytest.mark.parametrize("budget", [None, 6])

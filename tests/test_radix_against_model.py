@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from histories import IDENTITIES, IDS, RADIX_LENGTHS, RADIX_SCRIPTS, radix_configs, requests
-from kvsim.config import EngineConfig
+from kvsim.config import EngineConfig, SglangConfig
 from kvsim.contract import RankIdentity, Request
 from support import Pair, drive_both
 
@@ -77,3 +78,48 @@ TestRadixMachine = RadixMachine.TestCase
 TestRadixMachine.settings = settings(
     max_examples=max(1, EXAMPLES // 4), stateful_step_count=25, deadline=None, suppress_health_check=QUIET
 )
+
+
+@pytest.mark.parametrize("ruleset", ["dynamo", "dynamo-1.3"])
+@pytest.mark.parametrize("passes", range(1, 5))
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_fork_between_two_chunks_of_a_prompt_goes_its_own_way(ruleset: str, passes: int, keep: bool) -> None:
+    config = EngineConfig(
+        backend="sglang",
+        ruleset=ruleset,
+        num_gpu_blocks=24,
+        block_size=4,
+        emit_kv_events=True,
+        emit_kv_token_ids=True,
+        sglang=SglangConfig(chunked_prefill_size=8),
+    )
+    pair = Pair(config)
+    pair.submit(Request(1, range(6), 12))
+    pair.step()
+    pair.submit(Request(2, range(40), 3))
+    for _ in range(passes):
+        pair.step()
+        pair.branch(6, keep=keep)
+        pair.reload()
+    row = pair.rank.request_row(2)
+    assert row is not None
+    assert 0 < row["computed"] < 40
+    pair.drain()
+
+
+def test_events_held_back_keep_their_token_ids_when_their_request_is_gone() -> None:
+    config = EngineConfig(
+        backend="sglang", num_gpu_blocks=60, block_size=2, emit_kv_events=True, emit_kv_token_ids=True
+    )
+    pair = Pair(config)
+    pair.submit(Request(1, [1, 2], 0, [3, 4, 5]))
+    pair.submit(Request(2, [11, 12], 30))
+    while pair.rank.request_row(1) is not None:
+        pair.step()
+    assert pair.rank.header[0]["num_events"] == 1
+    # Another request takes the row of the first one before its pages are told.
+    pair.submit(Request(3, [21, 22, 23], 4))
+    pair.reload()
+    shown = pair.step().kv_events
+    assert [block.token_ids for event in shown for block in event.data.blocks] == [(3, 4), (21, 22)]
+    pair.drain()

@@ -135,7 +135,7 @@ def test_a_policy_that_never_admits_rejects_all_in_the_end(concurrency: int | No
     items = [item(16, 3, at=5.0 * k) for k in range(4)]
     result = replayed(items, engine_config(), policy=Never(), concurrency=concurrency, max_sim_time_ms=cap)
     assert states(result) == ["rejected"] * 4
-    assert reasons(result) == ["the policy never admits it"] * 4
+    assert reasons(result) == ["the policy never lets it run"] * 4
 
 
 def test_a_policy_that_admits_later_is_waited_for() -> None:
@@ -158,16 +158,17 @@ def test_a_policy_that_admits_later_is_waited_for() -> None:
     assert result.requests["first_admit_ms"].tolist() == [50.0, 50.0]
 
 
-def test_a_policy_that_refuses_to_preempt_leaves_its_requests_unfinished_and_the_run_ends() -> None:
+def test_a_policy_that_refuses_to_preempt_loses_the_requests_that_cannot_grow() -> None:
     class Mild(VllmPolicy):
         def victims(self, running: Any) -> Any:
             return []
 
     items = [item(30, 100), item(30, 100)]
-    result = replayed(items, engine_config(num_gpu_blocks=4), policy=Mild(), unfinished=True)
-    assert states(result) == ["unfinished", "unfinished"]
-    # All that fits has been made: 2 of 4 blocks each.
-    assert result.requests["output_tokens"].tolist() == [3, 3]
+    result = replayed(items, engine_config(num_gpu_blocks=4), policy=Mild())
+    assert states(result) == ["failed", "failed"]
+    assert reasons(result) == ["the policy never lets it run"] * 2
+    # 2 of 4 blocks each, then all 4 for the second: 32 - 30 + 1 and 64 - 30 + 1 tokens.
+    assert result.requests["output_tokens"].tolist() == [3, 35]
 
 
 # ---------------------------------------------------------------- growth beyond the pool

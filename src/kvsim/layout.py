@@ -59,7 +59,7 @@ class FailReason(enum.IntEnum):
     OUTGREW_POOL = 3
     #: Chunked prefill is off and the prompt, or with SGLang a chunk, exceeds the token budget of a pass.
     BUDGET_TOO_SMALL = 4
-    #: The policy never admits it.
+    #: The policy never admits it, or names no victim when it must grow.
     NOT_ADMITTED = 5
 
 

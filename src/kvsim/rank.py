@@ -113,7 +113,7 @@ def describe_reason(reason: int, needed: int, config: EngineConfig) -> str:
             "with chunked prefill off"
         )
     if reason == FailReason.NOT_ADMITTED:
-        return "the policy never admits it"
+        return "the policy never lets it run"
     return ""
 
 
@@ -294,7 +294,7 @@ def _config_row(
         "victim": 2 if policy.overrides("victims") else int(directive.oldest_victim),
         "order": policy.overrides("score"),
         "worker": _WORKER[config.worker_type],
-        "legacy": config.backend == "sglang" and config.rules.name == "dynamo-1.3",
+        "legacy": config.backend == "sglang" and config.rules.mixed_radix_passes,
         "timing": timing.kind,
         "recompute_last": directive.recompute_last_token,
         "eager_samples": config.rules.eager_sample_blocks,

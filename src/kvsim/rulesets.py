@@ -46,6 +46,10 @@ class Ruleset:
         TensorRT-LLM decode workers accept handoff destinations.
     activation_keeps_arrival_order : bool
         An activated destination waits at its original place; else at the end.
+    mixed_radix_passes : bool
+        SGLang's prompts and running requests share a pass, over a pool of single
+        tokens, with all else that belongs to that generation (spec/sglang.md
+        section 13); else a pass is prefill or decode.
     """
 
     name: str
@@ -59,6 +63,7 @@ class Ruleset:
     model_len_limits_trtllm: bool
     trtllm_destinations: bool
     activation_keeps_arrival_order: bool
+    mixed_radix_passes: bool
 
 
 _NEWEST = Ruleset(
@@ -73,6 +78,7 @@ _NEWEST = Ruleset(
     model_len_limits_trtllm=True,
     trtllm_destinations=True,
     activation_keeps_arrival_order=True,
+    mixed_radix_passes=False,
 )
 _DYNAMO_1_3 = Ruleset(
     name="dynamo-1.3",
@@ -86,6 +92,7 @@ _DYNAMO_1_3 = Ruleset(
     model_len_limits_trtllm=False,
     trtllm_destinations=False,
     activation_keeps_arrival_order=False,
+    mixed_radix_passes=True,
 )
 
 RULESETS: dict[str, Ruleset] = {rules.name: rules for rules in (_NEWEST, _DYNAMO_1_3)}

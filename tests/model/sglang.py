@@ -311,10 +311,10 @@ class SglangModel:
         )
         events = self.kv.events.drain() if flush else []
         outputs = work.outputs + rejected
-        if self.legacy:
-            hint = SameTimestampRetry.NOT_APPLICABLE
-        elif deferred:
+        if deferred:
             hint = SameTimestampRetry.COUNTDOWN
+        elif self.legacy:
+            hint = SameTimestampRetry.NOT_APPLICABLE
         elif self.ratio != ratio_before:
             hint = SameTimestampRetry.RETRY
         else:
@@ -462,8 +462,11 @@ class SglangModel:
 
     def _promised(self) -> float:
         """Tokens that the running requests are expected to ask for."""
-        clip = self.options.clip_max_new_tokens
-        return sum(min(request.remaining, clip) for request in self.running) * self.ratio
+        total = 0.0
+        for request in self.running:
+            # Added one by one: the roundings of the sum decide what just fits (probed).
+            total += min(request.remaining, self.options.clip_max_new_tokens) * self.ratio
+        return total
 
     # ------------------------------------------------------------ first tokens (section 6.5)
 

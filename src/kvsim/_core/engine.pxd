@@ -6,6 +6,7 @@ from kvsim._core.paged_pass cimport (
     paged_cancel, paged_emit, paged_schedule, paged_settle, paged_stuck, paged_submit,
 )
 from kvsim._core.pool cimport pool_active
+from kvsim._core.radix_legacy cimport legacy_emit, legacy_schedule, legacy_settle
 from kvsim._core.radix_pass cimport (
     radix_cancel, radix_emit, radix_schedule, radix_settle, radix_stuck, radix_submit,
 )
@@ -34,13 +35,16 @@ cdef inline void engine_cancel(rank_t* r, int32_t slot) noexcept nogil:
 cdef inline int engine_schedule(rank_t* r, double now_ms) noexcept nogil:
     """A pass up to its duration, `r.p.end_ms`; PASS_FAILED if a callback raised."""
     if r.config.engine == RADIX:
-        return radix_schedule(r, now_ms)
+        return legacy_schedule(r, now_ms) if r.config.legacy else radix_schedule(r, now_ms)
     return paged_schedule(r, now_ms)
 
 
 cdef inline void engine_emit(rank_t* r) noexcept nogil:
     """The tokens of the scheduled pass, then its bookkeeping."""
-    if r.config.engine == RADIX:
+    if r.config.engine == RADIX and r.config.legacy:
+        legacy_emit(r)
+        legacy_settle(r)
+    elif r.config.engine == RADIX:
         radix_emit(r)
         radix_settle(r)
     else:

@@ -659,13 +659,20 @@ cdef int paged_stuck(const rank_t* r, int32_t* slot, int64_t* needed) noexcept n
     """Why the head of the queue can never progress although nothing runs, or NO_REASON.
 
     Only after an effect-free pass: nothing overtakes the head, so nothing can
-    change what blocks it.
+    change what blocks it. A running request that does nothing, the first one,
+    waits for a victim that its policy does not name.
     """
     cdef const request_t* q
     cdef const config_t* c = r.config
     needed[0] = 0
     slot[0] = r.header.waiting_head
-    if not r.header.effect_free or r.header.num_running > 0 or slot[0] == NO_SLOT:
+    if not r.header.effect_free:
+        return NO_REASON
+    if r.header.num_running > 0:
+        slot[0] = r.running[0]
+        needed[0] = blocks_of(r, r.requests[slot[0]].length)
+        return NOT_ADMITTED
+    if slot[0] == NO_SLOT:
         return NO_REASON
     q = &r.requests[slot[0]]
     needed[0] = blocks_of(r, q.length)

@@ -295,6 +295,16 @@ cdef void order_by_prefix(rank_t* r) noexcept nogil:
         waiting_link(r, slots[i], NO_SLOT)
 
 
+cdef int order_waiting(rank_t* r) noexcept nogil:
+    """Put the queue in the order of this pass."""
+    if r.config.ask_order:
+        if r.header.num_waiting > 1 and r.ask_order(r, NO_SLOT) < 0:
+            return PASS_FAILED
+    elif r.config.lpm:
+        order_by_prefix(r)
+    return PASS_OK
+
+
 # ---------------------------------------------------------------- prefill admission
 
 cdef void running_reserve(const rank_t* r, double* tokens) noexcept nogil:
@@ -622,11 +632,8 @@ cdef int radix_schedule(rank_t* r, double now_ms) noexcept nogil:
     x.total_tokens = 0
     if x.late_requests > 0:
         reject_late(r)
-    if r.config.ask_order and r.header.num_waiting > 1:
-        if r.ask_order(r, NO_SLOT) < 0:
-            return PASS_FAILED
-    elif r.config.lpm:
-        order_by_prefix(r)
+    if order_waiting(r) != PASS_OK:
+        return PASS_FAILED
     deferred = x.countdown > 0
     if deferred:
         p.deferred = 1
@@ -762,14 +769,21 @@ cdef void emit_first_tokens(rank_t* r) noexcept nogil:
         r.p.visible_requests += r.burst[i]
 
 
+cdef inline int64_t draw_burst(rank_t* r, const request_t* q) noexcept nogil:
+    """Tokens that a decode step yields: drafts are drawn to the first rejection, then cut to what is left."""
+    cdef const config_t* c = r.config
+    cdef int64_t accepted = 1
+    if c.nextn > 0 and c.worker != PREFILL:
+        while accepted <= c.nextn and rng_accept(&r.header.rng, c.accept_rates[accepted - 1]):
+            accepted += 1
+    return accepted if accepted < q.limit - q.length else q.limit - q.length
+
+
 cdef void emit_decode(rank_t* r) noexcept nogil:
     """Section 7.1: requests that are done, then a burst of each of the others."""
-    cdef const config_t* c = r.config
     cdef int64_t i
     cdef int64_t k
-    cdef int64_t most
     cdef int32_t slot
-    cdef int32_t accepted
     cdef request_t* q
     for i in range(r.p.num_terminal):
         signal(r, r.terminal[i], COMPLETED, NO_REASON, 0)
@@ -778,17 +792,8 @@ cdef void emit_decode(rank_t* r) noexcept nogil:
     for i in range(r.p.num_ready):
         slot = r.ready[i]
         q = &r.requests[slot]
-        most = q.limit - q.length
-        accepted = 1
-        if c.nextn > 0 and c.worker != PREFILL:
-            k = 0
-            while k < c.nextn and rng_accept(&r.header.rng, c.accept_rates[k]):
-                accepted += 1
-                k += 1
-        if accepted > most:
-            accepted = <int32_t>most
-        r.burst[i] = accepted
-        for k in range(accepted):
+        r.burst[i] = <int32_t>draw_burst(r, q)
+        for k in range(r.burst[i]):
             if q.computed == q.allocated:
                 set_pages(r, slot, q.n_blocks + 1)
                 r.p.reserved -= 1
@@ -805,10 +810,20 @@ cdef void emit_decode(rank_t* r) noexcept nogil:
             end_request(r, slot)
 
 
+cdef void sweep_running(rank_t* r) noexcept nogil:
+    """Take the rows of ended requests out of `running`."""
+    cdef int64_t i
+    cdef int64_t kept = 0
+    for i in range(r.header.num_running):
+        if r.requests[r.running[i]].status == RUNNING:
+            r.running[kept] = r.running[i]
+            kept += 1
+    r.header.num_running = kept
+
+
 cdef void radix_emit(rank_t* r) noexcept nogil:
     """Tokens and ends of the pass; retracted requests go to the back of the queue."""
     cdef int64_t i
-    cdef int64_t kept = 0
     cdef int64_t late = r.num_rejected
     if r.p.admitted > 0:
         emit_first_tokens(r)
@@ -816,11 +831,7 @@ cdef void radix_emit(rank_t* r) noexcept nogil:
         emit_decode(r)
     rejected_last(r, late)
     if r.p.completed > late:
-        for i in range(r.header.num_running):
-            if r.requests[r.running[i]].status == RUNNING:
-                r.running[kept] = r.running[i]
-                kept += 1
-        r.header.num_running = kept
+        sweep_running(r)
     for i in range(r.p.num_retracted):
         waiting_link(r, r.retracted[i], NO_SLOT)
 

@@ -508,8 +508,10 @@ cdef class RankState:
         return engine_fail_stuck(&self.r)
 
     def retries(self):
-        """`retry_kind` of the last pass of the radix engine, None for the paged engines."""
-        return self.r.radix.retry if self.r.config.engine == RADIX else None
+        """`retry_kind` of the last pass of the radix engine; None where there are no hints."""
+        if self.r.config.engine != RADIX or (self.r.config.legacy and self.r.radix.retry == 0):
+            return None
+        return self.r.radix.retry
 
     def cache_counters(self):
         """Prompt tokens that the last pass found in the cache, and looked up (radix engine)."""

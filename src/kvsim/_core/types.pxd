@@ -362,6 +362,7 @@ cdef struct pass_t:  # the pass being executed, scratch
     int32_t num_terminal
     int32_t num_retracted
     int32_t deferred              # radix: prefill had to wait
+    int32_t out_of_pool           # radix, 1.3: the pool refused what the budgets let pass
 
 cdef struct request_spec_t:  # layout.REQUEST_SPEC
     uint64_t id_hi
