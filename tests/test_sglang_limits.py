@@ -132,3 +132,41 @@ def test_a_request_that_half_computed_prompts_leave_no_room_ends_and_they_go_on(
     outcome = run(config(ruleset, 4, max_prefill_tokens=4, chunked_prefill_size=4), (12, 30), (40, 1))
     assert states(outcome) == [FAILED, COMPLETED]
     assert outcome[0][1] is FailReason.OUTGREW_POOL
+
+
+@BOTH
+@pytest.mark.parametrize("conservativeness", [0.001, 1e-9, 1e-300])
+def test_a_small_ratio_far_below_its_estimate_does_not_spin(ruleset: str, conservativeness: float) -> None:
+    # Retraction estimates a ratio near 1, which steps of a thousandth of this wear down in a million passes.
+    engine = EngineConfig(
+        backend="sglang",
+        ruleset=ruleset,
+        num_gpu_blocks=3,
+        block_size=4,
+        timing_model=FixedTiming(prefill_ms=1.0, decode_ms=1.0),
+        sglang=SglangConfig(schedule_conservativeness=conservativeness, clip_max_new_tokens=0),
+    )
+    assert states(run(engine, (4, 4), (4, 4), (13, 4), (5, 2))) == [COMPLETED, COMPLETED, REJECTED, COMPLETED]
+
+
+def test_the_ratio_of_a_hopeless_queue_falls_at_once_when_it_is_far_off() -> None:
+    engine = EngineConfig(
+        backend="sglang",
+        num_gpu_blocks=3,
+        block_size=4,
+        sglang=SglangConfig(schedule_conservativeness=1e-6, clip_max_new_tokens=0),
+    )
+    rank = kvsim.SchedulerRank(kvsim.RankIdentity(), engine)
+    for request_id, length in ((1, 4), (2, 4), (3, 13)):
+        rank.apply_command(
+            kvsim.contract.Submit(kvsim.contract.Request(request_id, [100 * request_id + i for i in range(length)], 4)),
+            kvsim.contract.CommandContext(0.0),
+        )
+    passes, now = 0, 0.0
+    while rank.stuck_head() is None:
+        outcome = rank.execute_pass(now)
+        now = outcome.end_ms
+        rank.complete_pass(outcome.pending, now)
+        passes += 1
+        assert passes < 50
+    assert rank.stuck_head().request_id == 3

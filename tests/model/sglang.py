@@ -311,6 +311,12 @@ class SglangModel:
         )
         events = self.kv.events.drain() if flush else []
         outputs = work.outputs + rejected
+        # Cached pages that a vain attempt evicted bring nothing nearer, with or without an event.
+        self.last_pass_effect_free = end_ms <= now_ms and not (
+            outputs or work.admissions or work.pressure or work.chunks or work.retracted
+        )
+        if self.last_pass_effect_free and not deferred and not self.legacy and self._hopeless():
+            self.ratio = self.min_ratio
         if deferred:
             hint = SameTimestampRetry.COUNTDOWN
         elif self.legacy:
@@ -320,10 +326,6 @@ class SglangModel:
         else:
             hint = SameTimestampRetry.EXHAUSTED
         self.last_hint = hint
-        # Cached pages that a vain attempt evicted bring nothing nearer, with or without an event.
-        self.last_pass_effect_free = end_ms <= now_ms and not (
-            outputs or work.admissions or work.pressure or work.chunks or work.retracted
-        )
         self.hit_tokens = sum(chunk.cache_reused for chunk in work.chunks)
         self.cache_total_tokens = self.hit_tokens + computed
         metrics = self.metrics()._replace(
@@ -695,6 +697,17 @@ class SglangModel:
         """The last pass did nothing and the next would be the same."""
         final = (SameTimestampRetry.EXHAUSTED, SameTimestampRetry.NOT_APPLICABLE)
         return self.last_pass_effect_free and self.last_hint in final
+
+    def _hopeless(self) -> bool:
+        """Passes at this instant could only wear down the ratio, and longer than anyone would wait.
+
+        The peer gives a run up after 1024 such passes in a row. With nobody running the ratio counts for
+        nothing; with no page to be had nothing is admitted at any ratio.
+        """
+        if not self.requests or self.decay <= 0.0:
+            return False
+        steps = (self.ratio - self.min_ratio) / self.decay
+        return steps > 2**20 or (steps > 1024 and (not self.running or self.kv.reachable == 0))
 
     def stuck_head(self) -> tuple[int, str] | None:
         """The head of the queue and why it can never progress; None while there is hope."""

@@ -35,6 +35,8 @@ cdef enum:
     DUPLICATE_TOKENS = 32   # in-batch prefix check, spec/sglang.md section 1.4
     LOOK_AHEAD = 20         # decode steps that a retraction makes room for
     FLUSH_PASSES = 40       # decode passes between two flushes of the event buffer
+    RETRIES = 1024          # effect-free passes in a row after which the peer gives a run up
+    MANY_RETRIES = 1048576
 
 
 cdef inline int64_t pages_of(const rank_t* r, int64_t tokens) noexcept nogil:
@@ -836,6 +838,22 @@ cdef void radix_emit(rank_t* r) noexcept nogil:
         waiting_link(r, r.retracted[i], NO_SLOT)
 
 
+cdef bint hopeless(const rank_t* r) noexcept nogil:
+    """Whether passes at this instant could only wear down the new-token ratio, for longer than anyone would wait.
+
+    An estimate after a retraction may lie far above a small initial ratio, whose
+    steps are small, too. With nobody running the ratio counts for nothing, with
+    no page to be had nothing is admitted at any ratio.
+    """
+    cdef const radix_t* x = r.radix
+    cdef double steps
+    if r.header.num_running + r.header.num_waiting == 0 or r.config.ratio_decay <= 0.0:
+        return False
+    steps = (x.new_token_ratio - r.config.min_ratio) / r.config.ratio_decay
+    return steps > MANY_RETRIES or (
+        steps > RETRIES and (r.header.num_running == 0 or x.available + x.evictable == 0))
+
+
 cdef void radix_settle(rank_t* r) noexcept nogil:
     """New-token ratio, event buffer, pass count (section 6.2 steps 12 and 13)."""
     cdef radix_t* x = r.radix
@@ -848,10 +866,12 @@ cdef void radix_settle(rank_t* r) noexcept nogil:
         x.new_token_ratio = ratio if ratio > r.config.min_ratio else r.config.min_ratio
     if p.deferred and p.decode.count == 0 and p.admitted == 0 and not r.grouped:
         x.new_token_ratio = r.config.init_ratio
+    count_pass(r)
+    if r.header.effect_free and not p.deferred and hopeless(r):
+        x.new_token_ratio = r.config.min_ratio
     x.retry = RETRY_COUNTDOWN if p.deferred else (RETRY_RATIO if x.new_token_ratio != p.ratio_before else 0)
     x.flush = p.prefill_tokens > 0 or r.header.num_running == 0 or (
         p.decode.count > 0 and x.decode_passes % FLUSH_PASSES == 0)
-    count_pass(r)
 
 
 # ---------------------------------------------------------------- liveness
