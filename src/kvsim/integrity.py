@@ -362,7 +362,7 @@ def _check_lease(state: Any, config: Any, nodes: Any, row: Any, lease: Any, slot
     if pages == 0:
         _require(lease["node"] == _ROOT and cached == 0, f"{name} owns nothing but holds a node")
         return
-    runs = state.content(slot)[0]
+    runs = state.content_runs(slot)
     path: list[int] = []
     node = int(lease["node"])
     while node != _ROOT:

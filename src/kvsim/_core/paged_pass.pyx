@@ -17,13 +17,13 @@ from kvsim._core.requests cimport (
     running_leave, waiting_link, waiting_remove,
 )
 from kvsim._core.rng cimport rng_accept
-from kvsim._core.signals cimport count_pass, output_token, pass_open, pressure, rejected_last, signal
+from kvsim._core.signals cimport count_pass, emit_token, pass_open, pressure, rejected_last, signal
 from kvsim._core.timing cimport timing_decode, timing_prefill
 from kvsim._core.types cimport (
-    ASK_VICTIM, BUDGET_TOO_SMALL, COMPLETED, DECODE, HAS_TOKEN, MODEL_LENGTH, NEWEST, NOT_ADMITTED, NO_REASON,
-    NO_SLOT, OUTGREW_POOL, OUTGROWN, PASS_FAILED, PASS_OK, POOL_TOO_SMALL, PREEMPTED, PREFILL, REJECTED, RUNNING,
+    ASK_VICTIM, BUDGET_TOO_SMALL, COMPLETED, DECODE, MODEL_LENGTH, NEWEST, NOT_ADMITTED, NO_REASON, NO_SLOT,
+    OUTGREW_POOL, OUTGROWN, PASS_FAILED, PASS_OK, POOL_TOO_SMALL, PREEMPTED, PREFILL, REJECTED, RUNNING, SIGNALLED,
     TO_COMPLETION, WAITING, admission_t, config_t, content_t, header_t, likely, pass_t, prefetch, pressure_t,
-    rank_t, request_t, signal_t,
+    rank_t, request_t,
 )
 
 cdef enum verdict:  # of scheduling one request
@@ -509,21 +509,6 @@ cdef int paged_schedule(rank_t* r, double now_ms) noexcept nogil:
     return PASS_OK
 
 
-cdef inline void emit_token(rank_t* r, int32_t slot) noexcept nogil:
-    """One token of a ready request; it may be its last."""
-    cdef request_t* q = &r.requests[slot]
-    cdef signal_t* s
-    cdef bint done
-    q.length += 1
-    q.generated += 1
-    done = q.length >= q.limit
-    if r.want_signals or done:
-        s = signal(r, slot, HAS_TOKEN | COMPLETED if done else HAS_TOKEN, NO_REASON, 0)
-        if r.want_signals:
-            s.token = output_token(r, slot, q.generated - 1)
-    r.p.visible += 1
-
-
 cdef void emit_plain(rank_t* r) noexcept nogil:
     cdef request_t* q
     cdef int64_t i
@@ -537,6 +522,7 @@ cdef void emit_plain(rank_t* r) noexcept nogil:
         if likely(q.length + 1 < q.limit and not r.want_signals):
             q.length += 1
             q.generated += 1
+            q.flags |= SIGNALLED
             r.p.visible += 1
             continue
         emit_token(r, slot)

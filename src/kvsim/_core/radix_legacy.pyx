@@ -15,11 +15,11 @@ from libc.stdint cimport int32_t, int64_t
 from kvsim._core.metrics cimport moments_add
 from kvsim._core.radix cimport cursor_advance, cursor_t, radix_evict, radix_lock, radix_match, radix_unlock
 from kvsim._core.radix_pass cimport (
-    burst_of, commit_computed, content_start, draw_burst, end_request, give_token, lease_release, order_waiting,
+    burst_of, commit_computed, content_start, draw_burst, end_request, lease_release, order_waiting,
     page_ceil, pages_of, reject_late, running_reserve, set_pages, sweep_running,
 )
 from kvsim._core.requests cimport running_append, running_delete, running_index, running_leave, waiting_link, waiting_remove
-from kvsim._core.signals cimport count_pass, pass_open, rejected_last, signal
+from kvsim._core.signals cimport count_pass, emit_token, pass_open, rejected_last, signal
 from kvsim._core.timing cimport timing_decode, timing_prefill
 from kvsim._core.types cimport (
     COMPLETED, DECODE, NO_REASON, NO_SLOT, PASS_FAILED, PASS_OK, PREEMPTED, ROOT, WAITING, admission_t, config_t,
@@ -345,7 +345,7 @@ cdef void legacy_emit(rank_t* r) noexcept nogil:
                 set_pages(r, slot, q.n_blocks + 1)
                 r.radix.available -= 1
             q.computed += 1
-            give_token(r, slot)
+            emit_token(r, slot)
         r.p.visible_requests += 1
         if q.length < q.limit:
             commit_apart(r, slot)

@@ -25,6 +25,5 @@ cdef int order_waiting(rank_t* r) noexcept nogil
 cdef void running_reserve(const rank_t* r, double* tokens) noexcept nogil
 cdef int64_t burst_of(const rank_t* r, const request_t* q) noexcept nogil
 cdef int64_t draw_burst(rank_t* r, const request_t* q) noexcept nogil
-cdef void give_token(rank_t* r, int32_t slot) noexcept nogil
 cdef void end_request(rank_t* r, int32_t slot) noexcept nogil
 cdef void sweep_running(rank_t* r) noexcept nogil

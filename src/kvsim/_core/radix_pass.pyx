@@ -18,12 +18,12 @@ from kvsim._core.requests cimport (
     waiting_remove,
 )
 from kvsim._core.rng cimport rng_accept
-from kvsim._core.signals cimport count_pass, output_token, pass_open, pressure, rejected_last, signal
+from kvsim._core.signals cimport count_pass, emit_token, pass_open, pressure, rejected_last, signal
 from kvsim._core.timing cimport timing_decode, timing_prefill
 from kvsim._core.types cimport (
-    BUDGET_TOO_SMALL, COMPLETED, DECODE, HAS_PARENT, HAS_TOKEN, MODEL_LENGTH, NOT_ADMITTED, NO_REASON, NO_SLOT, OUTGREW_POOL,
+    BUDGET_TOO_SMALL, COMPLETED, DECODE, HAS_PARENT, MODEL_LENGTH, NOT_ADMITTED, NO_REASON, NO_SLOT, OUTGREW_POOL,
     PASS_FAILED, PASS_OK, POOL_TOO_SMALL, PREEMPTED, PREFILL, REJECTED, ROOT, RUNNING, STORED, WAITING, admission_t,
-    config_t, content_t, event_t, header_t, lease_t, pass_t, pressure_t, radix_t, rank_t, request_t, signal_t,
+    config_t, content_t, event_t, header_t, lease_t, pass_t, pressure_t, radix_t, rank_t, request_t,
 )
 
 cdef enum retry_kind:  # why a pass at the same instant may differ from one that did nothing
@@ -658,21 +658,6 @@ cdef int radix_schedule(rank_t* r, double now_ms) noexcept nogil:
 
 # ---------------------------------------------------------------- tokens
 
-cdef inline void give_token(rank_t* r, int32_t slot) noexcept nogil:
-    """One token of a request, its KV slot accounted by the caller."""
-    cdef request_t* q = &r.requests[slot]
-    cdef bint done
-    cdef signal_t* s
-    q.length += 1
-    q.generated += 1
-    done = q.length >= q.limit
-    r.p.visible += 1
-    if r.want_signals or done:
-        s = signal(r, slot, HAS_TOKEN | COMPLETED if done else HAS_TOKEN, NO_REASON, 0)
-        if r.want_signals:
-            s.token = output_token(r, slot, q.generated - 1)
-
-
 cdef inline void end_request(rank_t* r, int32_t slot) noexcept nogil:
     """Cache what a completed request computed and forget it; `running` is swept later."""
     lease_finish(r, slot)
@@ -733,7 +718,7 @@ cdef void emit_first_tokens(rank_t* r) noexcept nogil:
     for i in range(n):
         if r.burst[i] == ONLY:
             # The last token needs no KV slot: nothing will attend to it.
-            give_token(r, r.ready[i])
+            emit_token(r, r.ready[i])
     growth = first_growth(r)
     if not reserve_first(r, growth):
         # Commits give back duplicates, which may make room.
@@ -756,7 +741,7 @@ cdef void emit_first_tokens(rank_t* r) noexcept nogil:
         if q.length + 1 > q.allocated:
             set_pages(r, slot, q.n_blocks + 1)
         q.computed += 1
-        give_token(r, slot)
+        emit_token(r, slot)
     for i in range(n):
         if r.burst[i] == ONLY:
             commit_computed(r, r.ready[i])
@@ -800,7 +785,7 @@ cdef void emit_decode(rank_t* r) noexcept nogil:
                 set_pages(r, slot, q.n_blocks + 1)
                 r.p.reserved -= 1
             q.computed += 1
-            give_token(r, slot)
+            emit_token(r, slot)
         r.p.visible_requests += 1
     r.radix.available += r.p.reserved
     r.p.reserved = 0

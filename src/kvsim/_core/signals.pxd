@@ -6,7 +6,7 @@ from libc.string cimport memmove, memset
 from kvsim._core.content cimport synthetic_token
 from kvsim._core.metrics cimport welford_add
 from kvsim._core.types cimport (
-    GROW_PRESSURES, GROW_SIGNALS, HAS_CACHED, SIGNALLED, content_t, header_t, pass_t, pressure_t, rank_t, request_t,
+    COMPLETED, GROW_PRESSURES, GROW_SIGNALS, HAS_CACHED, HAS_TOKEN, NO_REASON, SIGNALLED, content_t, header_t, pass_t, pressure_t, rank_t, request_t,
     signal_t, unlikely,
 )
 
@@ -69,6 +69,23 @@ cdef inline uint32_t output_token(const rank_t* r, int32_t slot, int32_t ordinal
     if content.planned != NULL:
         return content.planned[ordinal]
     return synthetic_token(r.requests[slot].id_hi, r.requests[slot].id_lo, <uint64_t>ordinal)
+
+
+cdef inline void emit_token(rank_t* r, int32_t slot) noexcept nogil:
+    """One token of a request, which may be its last; nobody listening, only ends are told."""
+    cdef request_t* q = &r.requests[slot]
+    cdef signal_t* s
+    cdef bint done
+    q.length += 1
+    q.generated += 1
+    done = q.length >= q.limit
+    r.p.visible += 1
+    if r.want_signals or done:
+        s = signal(r, slot, HAS_TOKEN | COMPLETED if done else HAS_TOKEN, NO_REASON, 0)
+        if r.want_signals:
+            s.token = output_token(r, slot, q.generated - 1)
+    else:
+        q.flags |= SIGNALLED
 
 
 cdef inline void rejected_last(rank_t* r, int64_t n) noexcept nogil:

@@ -51,6 +51,7 @@ class RankState:
     def pressures(self) -> _Rows: ...  # layout.PRESSURE
     def release_contents(self, slots: Iterable[int]) -> None: ...
     def content(self, slot: int) -> Any: ...  # _Content or None
+    def content_runs(self, slot: int) -> npt.NDArray[np.void]: ...  # layout.RUN
     def drain_events(self) -> tuple[_Rows, _Rows]: ...  # layout.EVENT, layout.EVENT_BLOCK
     def metrics(self) -> tuple[int, int, int, int, int, int]: ...
     def fpm(

@@ -541,6 +541,14 @@ cdef class RankState:
         """What `submit` was given for the request in `slot`, or None."""
         return self._contents[slot]
 
+    def content_runs(self, int32_t slot):
+        """Page runs of a live request of the radix engine: a copy, layout.RUN."""
+        cdef const content_t* content = &self.r.contents[slot]
+        runs = np.empty(content.num_runs, layout.RUN)
+        if content.num_runs > 0:
+            memcpy(address(runs), content.runs, <size_t>content.num_runs * sizeof(run_t))
+        return runs
+
     @property
     def num_signals(self):
         return self.r.num_signals
