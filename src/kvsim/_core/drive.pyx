@@ -72,7 +72,6 @@ cdef struct end_t:  # a request that ended in a pass which is still in flight
 
 cdef struct worker_t:
     double busy_until
-    double started_at
     int64_t log_base              # number of the first pass in the log
     int64_t log_count
     int64_t num_ends              # of the pass in flight
@@ -703,7 +702,6 @@ cdef class Fleet:
                     self.log_pass(i, now_ms, end_ms, progressed(r))
         if self.dp_size > 1 and self.ranks[w * self.dp_size].config.prefill_interval > 0:
             self.share_interval(w)
-        worker.started_at = now_ms
         worker.busy_until = end_ms
         if end_ms > now_ms:
             worker.busy = 1
@@ -957,15 +955,6 @@ cdef class Fleet:
                 self.workers[rank // self.dp_size].deferred = 0
                 return True
         return False
-
-    @property
-    def feed_left(self):
-        """Requests of the feed not released yet."""
-        return self.feed_count - self.feed_at
-
-    def next_event_ms(self):
-        """Time of the next event inside, infinity if there is none."""
-        return self.next_event()
 
     def finish(self):
         """Fold what is left and clean the records of requests that did not end.

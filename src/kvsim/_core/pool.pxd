@@ -24,10 +24,6 @@ cdef inline int64_t pool_active(const rank_t* r) noexcept nogil:
     return r.config.num_blocks - r.header.num_inactive - (r.header.num_free - r.header.num_reserved)
 
 
-cdef inline int64_t pool_available(const rank_t* r) noexcept nogil:
-    return r.header.num_inactive + r.header.num_free - r.header.num_reserved
-
-
 cdef inline void pool_hold(rank_t* r, int32_t b) noexcept nogil:
     """One more reference to a findable block; leaves the inactive list if it was there."""
     cdef block_t* block = &r.blocks[b]

@@ -15,21 +15,16 @@ from libc.stdint cimport int32_t, int64_t
 from kvsim._core.metrics cimport moments_add
 from kvsim._core.radix cimport cursor_advance, cursor_t, radix_evict, radix_lock, radix_match, radix_unlock
 from kvsim._core.radix_pass cimport (
-    burst_of, commit_computed, content_start, draw_burst, end_request, lease_release, order_waiting,
-    page_ceil, pages_of, reject_late, running_reserve, set_pages, sweep_running,
+    burst_of, commit_computed, content_start, draw_burst, end_request, lease_release, open_radix_pass, page_ceil,
+    pages_of, running_reserve, set_pages, signal_terminals, sweep_running,
 )
 from kvsim._core.requests cimport running_append, running_delete, running_index, running_leave, waiting_link, waiting_remove
-from kvsim._core.signals cimport count_pass, emit_token, pass_open, rejected_last, signal
+from kvsim._core.signals cimport count_pass, emit_token, rejected_last
 from kvsim._core.timing cimport timing_decode, timing_prefill
 from kvsim._core.types cimport (
-    COMPLETED, DECODE, NO_REASON, NO_SLOT, PASS_FAILED, PASS_OK, PREEMPTED, ROOT, WAITING, admission_t, config_t,
-    header_t, lease_t, pass_t, radix_t, rank_t, request_t,
+    ASK_VICTIM, DECODE, NO_SLOT, PASS_FAILED, PASS_OK, PREEMPTED, RETRY_COUNTDOWN, ROOT, WAITING, admission_t,
+    config_t, header_t, lease_t, pass_t, radix_t, rank_t, request_t,
 )
-
-cdef enum:
-    ASK_VICTIM = 2
-    RETRY_COUNTDOWN = 2
-
 
 # ---------------------------------------------------------------- the pool of tokens
 
@@ -297,20 +292,10 @@ cdef int legacy_decode(rank_t* r) noexcept nogil:
 cdef int legacy_schedule(rank_t* r, double now_ms) noexcept nogil:
     """All of a pass but its tokens: after this `r.p.end_ms` is known."""
     cdef pass_t* p = &r.p
-    cdef radix_t* x = r.radix
     cdef int64_t count
-    pass_open(r, now_ms)
-    p.ratio_before = x.new_token_ratio
-    x.hit_tokens = 0
-    x.total_tokens = 0
-    if x.late_requests > 0:
-        reject_late(r)
-    if order_waiting(r) != PASS_OK:
+    if open_radix_pass(r, now_ms) != PASS_OK:
         return PASS_FAILED
-    if x.countdown > 0:
-        p.deferred = 1
-        x.countdown -= 1
-    elif legacy_admit(r) != PASS_OK:
+    if not p.deferred and legacy_admit(r) != PASS_OK:
         return PASS_FAILED
     count = p.prefill_count
     if count > 0:
@@ -332,10 +317,7 @@ cdef void legacy_emit(rank_t* r) noexcept nogil:
     cdef int64_t late = r.num_rejected
     cdef int32_t slot
     cdef request_t* q
-    for i in range(r.p.num_terminal):
-        signal(r, r.terminal[i], COMPLETED, NO_REASON, 0)
-        r.p.visible += 1
-        r.p.visible_requests += 1
+    signal_terminals(r)
     for i in range(r.p.num_ready):
         slot = r.ready[i]
         q = &r.requests[slot]

@@ -21,14 +21,11 @@ from kvsim._core.rng cimport rng_accept
 from kvsim._core.signals cimport count_pass, emit_token, pass_open, pressure, rejected_last, signal
 from kvsim._core.timing cimport timing_decode, timing_prefill
 from kvsim._core.types cimport (
-    BUDGET_TOO_SMALL, COMPLETED, DECODE, HAS_PARENT, MODEL_LENGTH, NOT_ADMITTED, NO_REASON, NO_SLOT, OUTGREW_POOL,
-    PASS_FAILED, PASS_OK, POOL_TOO_SMALL, PREEMPTED, PREFILL, REJECTED, ROOT, RUNNING, STORED, WAITING, admission_t,
-    config_t, content_t, event_t, header_t, lease_t, pass_t, pressure_t, radix_t, rank_t, request_t,
+    ASK_VICTIM, BUDGET_TOO_SMALL, COMPLETED, DECODE, HAS_PARENT, MODEL_LENGTH, NOT_ADMITTED, NO_REASON, NO_SLOT,
+    OUTGREW_POOL, PASS_FAILED, PASS_OK, POOL_TOO_SMALL, PREEMPTED, PREFILL, REJECTED, RETRY_COUNTDOWN, RETRY_RATIO,
+    ROOT, RUNNING, STORED, WAITING, admission_t, config_t, content_t, event_t, header_t, lease_t, pass_t,
+    pressure_t, radix_t, rank_t, request_t,
 )
-
-cdef enum retry_kind:  # why a pass at the same instant may differ from one that did nothing
-    RETRY_RATIO = 1         # the new-token ratio moved
-    RETRY_COUNTDOWN = 2     # prefill had to wait for the interval
 
 cdef enum:
     LPM_LIMIT = 128         # longer queues are served in order
@@ -494,7 +491,7 @@ cdef void sort_running(rank_t* r) noexcept nogil:
 cdef int64_t choose_victim(rank_t* r) noexcept nogil:
     """Index in `running` of the request to retract; -2 if the policy failed."""
     cdef int32_t victim
-    if r.config.victim == 2:
+    if r.config.victim == ASK_VICTIM:
         victim = r.ask_victim(r, NO_SLOT)
         return victim if victim < 0 else running_index(r, victim)
     return r.header.num_running - 1
@@ -622,25 +619,30 @@ cdef int schedule_decode(rank_t* r, double now_ms) noexcept nogil:
     return PASS_OK
 
 
-cdef int radix_schedule(rank_t* r, double now_ms) noexcept nogil:
-    """All of a pass but its tokens: after this `r.p.end_ms` is known."""
-    cdef pass_t* p = &r.p
+cdef int open_radix_pass(rank_t* r, double now_ms) noexcept nogil:
+    """Begin a pass: prompts that are too long leave, the queue is put in order, the prefill interval counts."""
     cdef radix_t* x = r.radix
-    cdef int64_t count
-    cdef bint deferred
     pass_open(r, now_ms)
-    p.ratio_before = x.new_token_ratio
+    r.p.ratio_before = x.new_token_ratio
     x.hit_tokens = 0
     x.total_tokens = 0
     if x.late_requests > 0:
         reject_late(r)
     if order_waiting(r) != PASS_OK:
         return PASS_FAILED
-    deferred = x.countdown > 0
-    if deferred:
-        p.deferred = 1
+    if r.radix.countdown > 0:
+        r.p.deferred = 1
         r.radix.countdown -= 1
-    elif admit(r) != PASS_OK:
+    return PASS_OK
+
+
+cdef int radix_schedule(rank_t* r, double now_ms) noexcept nogil:
+    """All of a pass but its tokens: after this `r.p.end_ms` is known."""
+    cdef pass_t* p = &r.p
+    cdef int64_t count
+    if open_radix_pass(r, now_ms) != PASS_OK:
+        return PASS_FAILED
+    if not p.deferred and admit(r) != PASS_OK:
         return PASS_FAILED
     count = p.prefill_count
     if p.admitted > 0:
@@ -766,16 +768,22 @@ cdef inline int64_t draw_burst(rank_t* r, const request_t* q) noexcept nogil:
     return accepted if accepted < q.limit - q.length else q.limit - q.length
 
 
+cdef void signal_terminals(rank_t* r) noexcept nogil:
+    """Requests that were done before this pass: their ends, without tokens."""
+    cdef int64_t i
+    for i in range(r.p.num_terminal):
+        signal(r, r.terminal[i], COMPLETED, NO_REASON, 0)
+        r.p.visible += 1
+        r.p.visible_requests += 1
+
+
 cdef void emit_decode(rank_t* r) noexcept nogil:
     """Section 7.1: requests that are done, then a burst of each of the others."""
     cdef int64_t i
     cdef int64_t k
     cdef int32_t slot
     cdef request_t* q
-    for i in range(r.p.num_terminal):
-        signal(r, r.terminal[i], COMPLETED, NO_REASON, 0)
-        r.p.visible += 1
-        r.p.visible_requests += 1
+    signal_terminals(r)
     for i in range(r.p.num_ready):
         slot = r.ready[i]
         q = &r.requests[slot]

@@ -76,6 +76,10 @@ cdef enum timing_kind:
     PROFILE = 2
     CALLABLE = 3
 
+cdef enum retry_kind:  # why a radix pass at the same instant may differ from one that did nothing
+    RETRY_RATIO = 1         # the new-token ratio moved
+    RETRY_COUNTDOWN = 2     # prefill had to wait for the interval
+
 cdef enum event_kind:
     STORED = 0
     REMOVED = 1
