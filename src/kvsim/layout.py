@@ -18,6 +18,7 @@ __all__ = [
     "CONFIG",
     "EVENT",
     "EVENT_BLOCK",
+    "HANDOFF_RECORD",
     "HASH_SLOT",
     "HEADER",
     "LEASE",
@@ -29,10 +30,12 @@ __all__ = [
     "REQUEST",
     "REQUEST_RECORD",
     "REQUEST_SPEC",
+    "ROUTING_RECORD",
     "RUN",
     "SEGMENT",
     "SIGNAL",
     "FailReason",
+    "Pool",
     "RequestStatus",
 ]
 
@@ -45,6 +48,14 @@ class RequestStatus(enum.IntEnum):
     REJECTED = 2
     FAILED = 3
     CANCELLED = 4
+
+
+class Pool(enum.IntEnum):
+    """Which workers of a run a row is about."""
+
+    AGGREGATED = 0
+    PREFILL = 1
+    DECODE = 2
 
 
 class FailReason(enum.IntEnum):
@@ -442,6 +453,40 @@ ADMISSION_LOG = np.dtype(
         ("reused_tokens", "<i8"),  # tokens found in the cache
         ("worker", "<i4"),
         ("dp_rank", "<i4"),
+        ("pool", "<i4"),  # Pool
+        ("unused", "<i4"),
+    ]
+)
+
+#: The halves of a request in a disaggregated run, one row per row of the workload; times NaN, numbers -1: never.
+HANDOFF_RECORD = np.dtype(
+    [
+        ("prefill_admit_ms", "<f8"),  # first admission by a prefill rank
+        ("source_held_ms", "<f8"),  # its prompt is computed and held
+        ("destination_reserved_ms", "<f8"),  # a decode rank owns the blocks that the prompt needs
+        ("destination_activated_ms", "<f8"),  # the transfer is over, the decode rank may run it
+        ("source_released_ms", "<f8"),
+        ("decode_admit_ms", "<f8"),  # first admission by the decode rank
+        ("decode_reused_tokens", "<i8"),  # most tokens found by an admission of the decode rank
+        ("prefill_worker", "<i4"),
+        ("prefill_dp_rank", "<i4"),
+    ]
+)
+
+#: One placement of a request on a rank, in order of decision.
+ROUTING_RECORD = np.dtype(
+    [
+        ("row", "<i8"),  # index of the request in its workload
+        ("queue_entered_ms", "<f8"),  # NaN: placed at once
+        ("released_ms", "<f8"),  # NaN: placed at once
+        ("cost", "<f8"),  # of the chosen rank, NaN: the placement knows none
+        ("overlap_tokens", "<i8"),  # prompt tokens the placement believes cached there
+        ("overlap_blocks", "<i8"),  # -1: the placement does not look
+        ("best_overlap_blocks", "<i8"),  # of any rank, -1: the placement does not look
+        ("worker", "<i4"),
+        ("dp_rank", "<i4"),
+        ("pool", "<i4"),  # Pool
+        ("unused", "<i4"),
     ]
 )
 
