@@ -85,6 +85,10 @@ class FailReason(enum.IntEnum):
     BUDGET_TOO_SMALL = 4
     #: The policy never admits it, or names no victim when it must grow.
     NOT_ADMITTED = 5
+    #: No worker was active, and none became so.
+    NO_WORKER = 6
+    #: It waited for something that could not happen any more.
+    STALLED = 7
 
 
 #: A run of prompt tokens: token ``j`` is ``(start + j * step) mod 2**32``, ``step`` in {0, 1}.

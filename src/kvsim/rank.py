@@ -114,6 +114,10 @@ def describe_reason(reason: int, needed: int, config: EngineConfig) -> str:
         )
     if reason == FailReason.NOT_ADMITTED:
         return "the policy never lets it run"
+    if reason == FailReason.NO_WORKER:
+        return "no worker was active to take it"
+    if reason == FailReason.STALLED:
+        return "waited for something that could not happen any more"
     return ""
 
 
