@@ -13,6 +13,7 @@ __all__ = [
     "IntegrityError",
     "KvsimError",
     "PoisonedError",
+    "PolicyError",
     "SnapshotError",
     "TimingError",
     "WorkloadError",
@@ -71,6 +72,10 @@ class CommandError(KvsimError, ValueError):
 
 class TimingError(KvsimError):
     """A timing model failed or returned something that is not a duration."""
+
+
+class PolicyError(KvsimError):
+    """A scaling policy of the user failed; its own exception is the cause."""
 
 
 class PoisonedError(KvsimError):
