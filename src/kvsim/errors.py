@@ -14,6 +14,7 @@ __all__ = [
     "InternalWorkDueError",
     "KvsimError",
     "PoisonedError",
+    "PolicyError",
     "SnapshotError",
     "TimingError",
     "WorkloadError",
@@ -76,6 +77,10 @@ class InternalWorkDueError(CommandError):
 
 class TimingError(KvsimError):
     """A timing model failed or returned something that is not a duration."""
+
+
+class PolicyError(KvsimError):
+    """A scaling policy of the user failed; its own exception is the cause."""
 
 
 class PoisonedError(KvsimError):
