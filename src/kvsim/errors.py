@@ -11,6 +11,7 @@ __all__ = [
     "CommandError",
     "ConfigError",
     "IntegrityError",
+    "InternalWorkDueError",
     "KvsimError",
     "PoisonedError",
     "PolicyError",
@@ -68,6 +69,10 @@ class WorkloadError(KvsimError, ValueError):
 
 class CommandError(KvsimError, ValueError):
     """A command was refused; the rank is unchanged, byte for byte."""
+
+
+class InternalWorkDueError(CommandError):
+    """A transfer is due: process internal work, then repeat the command."""
 
 
 class TimingError(KvsimError):

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -93,18 +92,7 @@ class Run:
             emit_kv_token_ids=False,
             aic_mtp_seed=(config.aic_mtp_seed + seed) % (1 << 64),
         )
-        if config.backend == "sglang" and dp_size > 1:
-            # Attention DP divides the chunk among the ranks and admits more freely (spec/replay.md section 1).
-            # A share that is not whole pages would leave prompts waiting for ever.
-            page = config.tokens_per_block
-            share = max(page, config.sglang.chunked_prefill_size // dp_size // page * page)
-            config = config.replace(
-                sglang=msgspec.structs.replace(
-                    config.sglang,
-                    chunked_prefill_size=share,
-                    schedule_conservativeness=config.sglang.schedule_conservativeness * 0.3,
-                )
-            )
+        config = config.for_attention_dp(dp_size)
         self.config = config
         self.max_sim_time_ms = max_sim_time_ms
         self.driver = ArrivalDriver(workload, concurrency=concurrency, speedup=speedup)
