@@ -159,9 +159,6 @@ cdef class Fleet:
         Filled in place; needed for prefill and decode pools.
     capture_admissions, capture_outputs, record_passes : bool
         Logs to keep; they grow with the run.
-    note_ends, note_firsts, note_handoffs : bool
-        Return to Python at the instants at which requests end, emit their
-        first token, or change hands.
     watch_gauges : bool
         Keep `gauges`.
     watch_passes : bool
@@ -235,7 +232,6 @@ cdef class Fleet:
     cdef int64_t note_count
     cdef bint note_ends
     cdef bint note_firsts
-    cdef bint note_handoffs
     cdef bint ended               # a request ended since the feed was last asked
     cdef bint capture_admissions
     cdef bint capture_outputs
@@ -281,8 +277,7 @@ cdef class Fleet:
     cdef object error
 
     def __init__(self, records, histogram, *, handoffs=None, capture_admissions=False, capture_outputs=False,
-                 record_passes=False, note_ends=False, note_firsts=False, note_handoffs=False, watch_gauges=False,
-                 watch_passes=False):
+                 record_passes=False, watch_gauges=False, watch_passes=False):
         self._states = []
         self._records = records
         self.records = <request_record_t*>cnp.PyArray_DATA(<cnp.ndarray>records)
@@ -294,9 +289,6 @@ cdef class Fleet:
         self.capture_admissions = capture_admissions
         self.capture_outputs = capture_outputs
         self.record_passes = record_passes
-        self.note_ends = note_ends
-        self.note_firsts = note_firsts
-        self.note_handoffs = note_handoffs
         self.watch_gauges = watch_gauges
         self.watch_passes = watch_passes
         self._fpm_open, self._fpm = {}, {}
@@ -392,9 +384,10 @@ cdef class Fleet:
             self.track_caps[i] = 0
         self._log_memory[w] = self._log_weights[w] = self._end_memory[w] = None
 
-    def listen(self, bint firsts):
-        """Whether to note first tokens."""
+    def note(self, bint ends, bint firsts):
+        """Whether to return at the instants at which requests end, and emit their first token."""
         cdef int64_t i
+        self.note_ends = ends
         self.note_firsts = firsts
         for i in range(self.num_ranks):
             if self.ranks[i] != NULL:
@@ -550,7 +543,7 @@ cdef class Fleet:
                 and self.span_cap - self.span_used >= live
                 and self.odd_cap - self.odd_count >= self.span_used + live)
 
-    cdef note_t* note(self, int kind, int64_t w, int64_t row) noexcept nogil:
+    cdef note_t* put_note(self, int kind, int64_t w, int64_t row) noexcept nogil:
         cdef note_t* n
         if unlikely(self.note_count == self.note_cap):
             with gil:
@@ -1033,7 +1026,7 @@ cdef class Fleet:
         self.done += 1
         self.ended = True
         if self.note_ends:
-            n = self.note(NOTE_ENDED, w, t.row)
+            n = self.put_note(NOTE_ENDED, w, t.row)
             n.status = e.status
 
     cdef void settle(self, int64_t w, const end_t* e, double end_ms) noexcept nogil:
@@ -1041,19 +1034,19 @@ cdef class Fleet:
         cdef note_t* n
         cdef request_record_t* record
         if e.kind == NOTE_FIRST:
-            self.note(NOTE_FIRST, w, e.track.row)
+            self.put_note(NOTE_FIRST, w, e.track.row)
         elif e.kind == NOTE_HELD:
             self.handoffs[e.track.row].source_held_ms = end_ms
             self.records[e.track.row].preemptions += e.preemptions
             self.records[e.track.row].recomputed_tokens += e.track.recomputed
-            self.note(NOTE_HELD, w, e.track.row)
+            self.put_note(NOTE_HELD, w, e.track.row)
         elif self.workers[w].pool == POOL_PREFILL:
             # The end of a request that is not handed over: what becomes of it is the coordinator's to say.
             record = &self.records[e.track.row]
             record.reason = e.reason
             record.needed = e.needed
             record.preemptions += e.preemptions
-            n = self.note(NOTE_ENDED, w, e.track.row)
+            n = self.put_note(NOTE_ENDED, w, e.track.row)
             n.status = e.status
         else:
             self.settle_end(w, e, end_ms)
@@ -1067,7 +1060,7 @@ cdef class Fleet:
         worker.busy = 0
         if unlikely(worker.watched):
             worker.watched = 0
-            self.note(NOTE_WOKEN, w, -1)
+            self.put_note(NOTE_WOKEN, w, -1)
         self.passes += worker.num_ranks_run
         self.committed_prefill_tokens += worker.prefill_tokens
         for i in range(worker.num_ends):
@@ -1077,7 +1070,7 @@ cdef class Fleet:
             if unlikely(self.ranks[i].header.num_pending > 0):
                 slot = engine_retry(self.ranks[i])
                 if slot >= 0:
-                    n = self.note(NOTE_RESERVED, w, self.reserved(i, slot))
+                    n = self.put_note(NOTE_RESERVED, w, self.reserved(i, slot))
                     n.value = self.ranks[i].handoffs[slot].transferable
             self.show_events(i, worker.busy_until)
             if self.watch_gauges:
