@@ -25,9 +25,9 @@ from kvsim.config import EngineConfig
 from kvsim.contract import RankIdentity
 from kvsim.errors import ConfigError
 from kvsim.layout import RequestStatus
+from kvsim.placement import PoolInfo, RoundRobin
 from kvsim.policies import Policy
 from kvsim.rank import SchedulerRank, content_tokens, request_content
-from kvsim.replay.placement import RoundRobin
 from kvsim.report import GapHistogram, ReplayResult, RunTotals, Sla
 from kvsim.workload import ArrivalDriver, TokenizationPool, Workload
 
@@ -110,7 +110,8 @@ class Run:
         self.driver = ArrivalDriver(workload, concurrency=concurrency, speedup=speedup)
         self._workers = workers
         self._dp_size = dp_size
-        self._placement = RoundRobin(workers, dp_size)
+        self._placement = RoundRobin()
+        self._placement.start(PoolInfo(dp_size=dp_size, workers=tuple(range(workers))))
         # Prompts that contain what earlier turns emitted are known only when a turn starts.
         self._growing = workload.cumulative and workload.has_sessions
         self._concurrency = concurrency
@@ -212,7 +213,8 @@ class Run:
             now = fleet.now_ms
             for row, arrival_ms in driver.release(now, inside):
                 inside += 1
-                rank = self._placement.place(int(self.workload.specs["dp_rank"][row]))
+                worker, rank = self._placement.next_rank(int(self.workload.specs["dp_rank"][row]))
+                rank += worker * self._dp_size
                 self._released += 1
                 records["arrival_ms"][row] = arrival_ms
                 if self._pool is None:
