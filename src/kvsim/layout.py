@@ -31,6 +31,8 @@ __all__ = [
     "REQUEST",
     "REQUEST_RECORD",
     "REQUEST_SPEC",
+    "ROUTER_LOAD",
+    "ROUTER_SHARE",
     "ROUTING_RECORD",
     "RUN",
     "SEGMENT",
@@ -118,6 +120,8 @@ REQUEST_SPEC = np.dtype(
         ("turn", "<i4"),
         ("dp_rank", "<i4"),  # -1: any
         ("prompt_is_tokens", "<i4"),  # 1: the prompt lies in `tokens`, 0: in `segments`
+        ("priority", "<f8"),  # seconds of advantage in the queue of a router, below 0 as 0
+        ("strict_priority", "<i8"),  # >= 0; a higher one leaves that queue first
     ]
 )
 
@@ -529,6 +533,28 @@ ROUTING_RECORD = np.dtype(
         ("dp_rank", "<i4"),
         ("pool", "<i4"),  # Pool
         ("unused", "<i4"),
+    ]
+)
+
+# ---------------------------------------------------------------- the KV router
+
+#: Load of one rank as the router counts it.
+ROUTER_LOAD = np.dtype(
+    [
+        ("prefill_tokens", "<f8"),  # of its prompts that are not computed yet, less what the router believes cached
+        ("blocks", "<i8"),  # different blocks that its live requests have in use
+        ("requests", "<i8"),  # live
+        ("worker", "<i4"),  # -1: no rank has this number
+        ("dp_rank", "<i4"),
+    ]
+)
+
+#: A block that several live requests of a rank have in use.
+ROUTER_SHARE = np.dtype(
+    [
+        ("hash", "<u8"),
+        ("rank", "<i4"),  # number of the rank
+        ("extra", "<i4"),  # requests beyond the first, 0: empty row
     ]
 )
 

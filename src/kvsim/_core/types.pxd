@@ -420,6 +420,8 @@ cdef struct request_spec_t:  # layout.REQUEST_SPEC
     int32_t turn
     int32_t dp_rank
     int32_t prompt_is_tokens
+    double priority
+    int64_t strict_priority
 
 cdef struct request_record_t:  # layout.REQUEST_RECORD
     uint64_t id_hi
