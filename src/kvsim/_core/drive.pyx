@@ -52,6 +52,7 @@ cdef enum stop_reason:
     STOP_SLICE = 2     # enough passes for one call
     STOP_CAP = 3       # the next event lies beyond the cap of simulated time
     STOP_FAILED = 4    # a callback raised
+    STOP_STARTING = 5  # a pass without duration left something for Python, others have not started yet
 
 cdef enum note_kind:
     NOTE_ENDED = 0     # a request ended; in a prefill pool without a hold
@@ -1447,7 +1448,7 @@ cdef class Fleet:
             if self.start_passes(&budget) < 0:
                 return STOP_FAILED
             if self.note_count > 0:
-                return STOP_NOTED
+                return STOP_STARTING
             if self.ended and self.feed():
                 continue
             next_ms = self.next_event()
@@ -1484,7 +1485,8 @@ cdef class Fleet:
         -------
         int
             0: nothing is left before `until_ms`; 1: something was noted, at an instant whose completions are applied
-            and whose passes have not started; 2: the slice is used up; 3: the cap is reached.
+            and whose passes have not started; 2: the slice is used up; 3: the cap is reached; 5: passes without
+            duration left notes, `start` goes on.
         """
         cdef int result
         self._begin_call()

@@ -28,7 +28,7 @@ from kvsim.policies import Policy
 from kvsim.rank import SchedulerRank, content_tokens
 from kvsim.replay.pool import LifecycleLog, PoolSpec, WorkerPool
 from kvsim.replay.scaling import Scaling, ScalingLike
-from kvsim.replay.system import SLICE, RunPool, System
+from kvsim.replay.system import RunPool, System
 from kvsim.replay.telemetry import Telemetry, TelemetryOptions
 from kvsim.report import GapHistogram, ReplayResult, RunTotals, Sla
 from kvsim.workload import ArrivalDriver, TokenizationPool, Workload
@@ -37,6 +37,9 @@ __all__ = ["PlacementLike", "Run"]
 
 #: A name, an object, or what makes one; see `kvsim.placement.get_placement`.
 PlacementLike: TypeAlias = "str | Placement | Callable[[], Placement] | None"
+
+#: Passes between two looks at the progress callback and at signals.
+_SLICE = 200_000
 
 _UNTIL, _NOTED, _SLICED, _CAPPED = range(4)
 
@@ -254,6 +257,7 @@ class Run:
             scaling=self._scaling,
             telemetry=self._telemetry,
             capture_routing=self._capture_routing,
+            slice_passes=_SLICE,
             progress=progress,
         )
         self.system.execute()
@@ -290,7 +294,7 @@ class Run:
             self._concurrency or 0,
         )
         while True:
-            status = fleet.run(cap_ms=self._cap_ms, slice_passes=SLICE)
+            status = fleet.run(cap_ms=self._cap_ms, slice_passes=_SLICE)
             if progress is not None:
                 progress(int(fleet.done), n)
             if status == _CAPPED or (status == _UNTIL and not fleet.fail_stuck()):

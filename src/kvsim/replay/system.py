@@ -36,11 +36,8 @@ from kvsim.workload import ArrivalDriver, TokenizationPool, Workload
 
 __all__ = ["RunPool", "System"]
 
-_UNTIL, _NOTED, _SLICED, _CAPPED = range(4)
+_UNTIL, _NOTED, _SLICED, _CAPPED, _, _STARTING = range(6)
 _ENDED, _HELD, _RESERVED, _FIRST, _WOKEN = range(5)
-
-#: Passes between two looks at the progress callback and at signals.
-SLICE = 200_000
 
 #: Zero-duration passes that one instant may contain before the run counts as stuck there.
 _MOST_AT_ONCE = 1_000_000
@@ -199,6 +196,8 @@ class System:
     scaling : Scaling, optional
     telemetry : Telemetry, optional
     capture_routing : bool
+    slice_passes : int
+        Passes between two looks at `progress` and at signals.
     progress : callable, optional
 
     Attributes
@@ -223,6 +222,7 @@ class System:
         scaling: Scaling | None = None,
         telemetry: Telemetry | None = None,
         capture_routing: bool = False,
+        slice_passes: int = 200_000,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.workload, self.driver, self.fleet, self.records = workload, driver, fleet, records
@@ -238,6 +238,7 @@ class System:
         config = self._front.config
         self._timing = (config.kv_transfer_timing_mode, config.kv_transfer_bytes_per_token, config.kv_transfer_bandwidth)
         self._growing = growing
+        self._slice = slice_passes
         self._progress = progress
         self._windows: list[TrafficWindow] = [part.traffic for part in (scaling, telemetry) if part is not None]
         self._inside = 0
@@ -347,13 +348,13 @@ class System:
                 if telemetry.next_sample_ms < until_ms:
                     # Everything up to the sample, and nothing behind it.
                     limit_ms, hold = math.nextafter(telemetry.next_sample_ms, math.inf), True
-            status = fleet.run(limit_ms, cap_ms, hold, SLICE)
+            status = fleet.run(limit_ms, cap_ms, hold, self._slice)
             if self._progress is not None:
                 self._progress(int(fleet.done), len(self.workload))
             if status == _CAPPED:
                 return
-            if status == _NOTED or (status == _UNTIL and not hold):
-                self._settle(ticks=True)
+            if status == _NOTED or status == _STARTING or (status == _UNTIL and not hold):
+                self._settle(ticks=True, starting=status == _STARTING)
 
     def _next_ms(self) -> float:
         """The next instant at which something happens outside the engines."""
@@ -369,32 +370,27 @@ class System:
             next_ms = min(next_ms, self.scaling.next_tick_ms)
         return next_ms
 
-    def _settle(self, *, ticks: bool) -> None:
+    def _settle(self, *, ticks: bool, starting: bool = False) -> None:
         """Everything that happens at this instant, until nothing changes.
 
         The engines' completions have been applied, what they showed lies in
-        the fleet's notes.
+        the fleet's notes. With `starting` the engines are in the midst of it.
         """
-        fleet, now = self.fleet, self.fleet.now_ms
-        rounds = 0
+        now = self.fleet.now_ms
         while True:
-            for note in fleet.take_notes():
-                self._take_note(note, now)
-            self._workers_ready(now)
-            if self._disaggregated:
-                while self._transfers and self._transfers[0][0] <= now:
-                    handoff = heapq.heappop(self._transfers)[2]
-                    self._follow(handoff, handoff.coordinator.fact(Fact.TRANSFER_COMPLETED))
-                self._act(now)
-            else:
-                self._release_arrivals(now)
-            self._leave_waiting_room(now)
-            if fleet.start():
-                rounds += 1
-                if rounds > _MOST_AT_ONCE:
-                    raise PolicyError(f"the run does not leave {now} ms: {rounds} rounds of passes without duration")
-                continue
-            changed = False
+            if not starting:
+                self._take_notes(now)
+                self._workers_ready(now)
+                if self._disaggregated:
+                    while self._transfers and self._transfers[0][0] <= now:
+                        handoff = heapq.heappop(self._transfers)[2]
+                        self._follow(handoff, handoff.coordinator.fact(Fact.TRANSFER_COMPLETED))
+                    self._act(now)
+                else:
+                    self._release_arrivals(now)
+                self._leave_waiting_room(now)
+            starting = False
+            changed = self._start_passes(now)
             if self._disaggregated:
                 # Seen after the passes have started (recorded runs): they begin without what arrives now.
                 self._release_arrivals(now)
@@ -415,6 +411,24 @@ class System:
                 changed = True
             if not changed:
                 return
+
+    def _start_passes(self, now: float) -> bool:
+        """Idle workers start passes until none does anything; whether one was over at once and showed something."""
+        showed = self._take_notes(now)
+        rounds = 0
+        while self.fleet.start():
+            showed = self._take_notes(now)
+            rounds += 1
+            if rounds > _MOST_AT_ONCE:
+                raise PolicyError(f"the run does not leave {now} ms: {rounds} rounds of passes without duration")
+        return showed
+
+    def _take_notes(self, now: float) -> bool:
+        """Deal with what the engines showed, in order; whether there was anything."""
+        notes = self.fleet.take_notes()
+        for note in notes:
+            self._take_note(note, now)
+        return bool(notes)
 
     # ------------------------------------------------------------ arrivals and placement
 
