@@ -401,3 +401,27 @@ def test_both_functions_know_the_options_of_the_peer():
             name for name, it in inspect.signature(function).parameters.items() if it.kind is it.KEYWORD_ONLY
         ]
         assert sorted(keyword_only) == sorted(names)
+
+
+# ---------------------------------------------------------------- routers
+
+
+def test_each_pool_gets_a_router_of_its_own(built):
+    from kvsim.placement import KvRouter, decode_router, prefill_router
+
+    config = dynamo.KvRouterConfig(router_temperature=0.5, overlap_score_credit=0.25)
+    alone = built(router_mode="kv_router", router_config=config, num_workers=2, capture_per_request=True)
+    assert isinstance(alone["placement"], KvRouter)
+    assert alone["placement"].config == config
+    assert alone["capture_routing"] is True
+    both = built(
+        router_mode="kv_router",
+        router_config={"router_temperature": 0.5, "overlap_score_credit": 0.25},
+        prefill_engine_args={"engine": ENGINE},
+        decode_engine_args={"engine": ENGINE},
+    )
+    assert both["prefill_placement"].config == prefill_router(config)
+    assert both["decode_placement"].config == decode_router(config)
+    assert "capture_routing" not in both
+    with pytest.raises(ConfigError, match=r"router_config.overlap: unknown field"):
+        built(router_mode="kv_router", router_config={"overlap": 1})
