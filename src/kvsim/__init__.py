@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         IntegrityError,
         KvsimError,
         PoisonedError,
+        PolicyError,
         SnapshotError,
         TimingError,
         WorkloadError,
@@ -52,6 +53,9 @@ if TYPE_CHECKING:
     from kvsim.layout import FailReason, RequestStatus
     from kvsim.policies import Directive, Policy, register_policy
     from kvsim.rank import RankSnapshot, SchedulerRank
+    from kvsim.replay.pool import PoolSpec
+    from kvsim.replay.scaling import ScalingPolicy
+    from kvsim.replay.telemetry import TelemetryOptions
     from kvsim.report import ReplayResult, Sla
     from kvsim.sweeps import RandomParameter, SweepResult, sweep
     from kvsim.workload import Workload, load_workload
@@ -78,7 +82,9 @@ __all__ = [
     "NpzTiming",
     "PoisonedError",
     "Policy",
+    "PolicyError",
     "PolynomialTiming",
+    "PoolSpec",
     "RandomParameter",
     "RankIdentity",
     "RankSnapshot",
@@ -87,6 +93,7 @@ __all__ = [
     "Request",
     "RequestStatus",
     "ReserveDestination",
+    "ScalingPolicy",
     "SchedulerRank",
     "SglangConfig",
     "Sla",
@@ -94,6 +101,7 @@ __all__ = [
     "Submit",
     "SubmitHandoffPrefill",
     "SweepResult",
+    "TelemetryOptions",
     "TimingError",
     "TimingModel",
     "TrtllmConfig",
@@ -121,11 +129,15 @@ _HOMES = {
         "Request ReserveDestination Submit SubmitHandoffPrefill TimingModel"
     ),
     "errors": (
-        "CommandError ConfigError IntegrityError KvsimError PoisonedError SnapshotError TimingError WorkloadError"
+        "CommandError ConfigError IntegrityError KvsimError PoisonedError PolicyError SnapshotError TimingError "
+        "WorkloadError"
     ),
     "layout": "FailReason RequestStatus",
     "policies": "Directive Policy register_policy",
     "rank": "RankSnapshot SchedulerRank",
+    "replay.pool": "PoolSpec",
+    "replay.scaling": "ScalingPolicy",
+    "replay.telemetry": "TelemetryOptions",
     "report": "ReplayResult Sla",
     "sweeps": "RandomParameter SweepResult sweep",
     "workload": "Workload load_workload",
