@@ -161,9 +161,9 @@ cdef class Fleet:
     capture_admissions, capture_outputs, record_passes : bool
         Logs to keep; they grow with the run.
     watch_gauges : bool
-        Keep `gauges`.
+        Keep `gauges` and count decoded tokens.
     watch_passes : bool
-        Keep the newest forward-pass metrics of each rank for `take_fpm`.
+        Keep the newest forward-pass metrics of each rank for `take_fpm`, too.
 
     Notes
     -----
@@ -290,7 +290,7 @@ cdef class Fleet:
         self.capture_admissions = capture_admissions
         self.capture_outputs = capture_outputs
         self.record_passes = record_passes
-        self.watch_gauges = watch_gauges
+        self.watch_gauges = watch_gauges or watch_passes
         self.watch_passes = watch_passes
         self._fpm_open, self._fpm = {}, {}
         self._tracks, self._end_memory, self._log_memory, self._log_weights = [], [], [], []
@@ -1104,8 +1104,10 @@ cdef class Fleet:
                 if r.config.engine == RADIX:
                     g.hit_tokens += r.radix.hit_tokens
                     g.total_tokens += r.radix.total_tokens
-                self.accepted_tokens += r.p.visible
-                self.decode_forwards += r.p.visible_requests
+                if self.workers[self.rank_workers[rank]].pool != POOL_PREFILL:
+                    # A request that completes its prompt emits its first token without decoding.
+                    self.accepted_tokens += r.p.visible - (r.p.visible_requests - r.p.decode.count)
+                    self.decode_forwards += r.p.decode.count
 
     cdef int keep_fpm(self, int64_t w, double now_ms, double end_ms) except -1:
         """Hold the metrics of the pass that starts until it ends."""

@@ -606,15 +606,18 @@ def _run(
         options["telemetry"] = telemetry
     if scaling is not None:
         options["scaling"] = scaling
-    if kv_event_lag_ms:
-        options["kv_event_lag_ms"] = kv_event_lag_ms
+    if kv_event_lag_ms is not None:
+        for name in ("placement", "prefill_placement", "decode_placement"):
+            if name in options:
+                router = options[name]
+                options[name] = type(router)(msgspec.structs.replace(router.config, kv_event_lag_ms=kv_event_lag_ms))
     if detail and ("placement" in options or "prefill" in options):
         # Of round robin over one pool the records know all.
         options["capture_routing"] = True
     closed = concurrency is not None
     run = Run(
         workload,
-        system.config,
+        None if "prefill" in options else system.config,
         concurrency=concurrency,
         # The peer scales nothing in the closed loop; the ratio is checked all the same.
         speedup=_checked_speedup(speedup) if closed else speedup,

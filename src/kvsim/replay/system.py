@@ -251,10 +251,6 @@ class System:
         self._live: dict[int, _Handoff] = {}
         self._routing: list[tuple[Any, ...]] | None = [] if capture_routing else None
         self._decoded = [0, 0]
-        if scaling is not None:
-            for pool in self.pools:
-                for worker in pool.workers.active_ids:
-                    scaling.worker_ready(self._role(pool), worker, 0.0)
 
     # ------------------------------------------------------------ what others read
 
@@ -737,8 +733,6 @@ class System:
                 if operation is None:
                     continue
                 pool.add(worker)
-                if self.scaling is not None:
-                    self.scaling.worker_ready(self._role(pool), worker, now)
                 rows = self._released_by(pool, pool.placement.worker_ready(worker, now), now)
                 rows += self._topology_settled(pool, now)
                 operation["topology_released_rows"] = rows
@@ -765,9 +759,6 @@ class System:
         rows += self._topology_settled(pool, now)
         operations[-1]["topology_released_rows"] = rows
 
-    def _role(self, pool: RunPool) -> Pool:
-        return Pool.PREFILL if pool.kind is Pool.PREFILL else Pool.DECODE
-
     def _tick(self, now: float) -> bool:
         """Ask the scaling policy; whether it changed anything."""
         assert self.scaling is not None
@@ -793,8 +784,6 @@ class System:
         for worker in change.added:
             if worker in active:
                 pool.add(worker)
-                assert self.scaling is not None
-                self.scaling.worker_ready(self._role(pool), worker, now)
                 rows += self._released_by(pool, placement.worker_ready(worker, now), now)
         for worker in change.newly_marked:
             rows += self._released_by(pool, placement.worker_draining(worker, now), now)
@@ -809,7 +798,7 @@ class System:
         """Tell the traffic windows what was emitted since the last look."""
         fleet, seen = self.fleet, self._decoded
         now = [int(fleet.accepted_tokens), int(fleet.decode_forwards)]
-        if self._back.config.aic_nextn and now != seen:
+        if now != seen:
             for window in self._windows:
                 window.decoded(now[0] - seen[0], now[1] - seen[1])
         self._decoded = now
