@@ -5,10 +5,15 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 from kvsim._core.radix cimport cursor_t
 from kvsim._core.types cimport content_t, rank_t, request_t
 
-cdef int32_t radix_submit(
+cdef int32_t radix_open(
     rank_t* r, uint64_t id_hi, uint64_t id_lo, int64_t num_input, int64_t max_output, const content_t* content
 ) noexcept nogil
 cdef void radix_cancel(rank_t* r, int32_t slot) noexcept nogil
+cdef int64_t radix_reserve(rank_t* r, int32_t slot) noexcept nogil
+cdef void radix_activate(rank_t* r, int32_t slot) noexcept nogil
+cdef void radix_free_source(rank_t* r, int32_t slot) noexcept nogil
+cdef void radix_free_destination(rank_t* r, int32_t slot) noexcept nogil
+cdef int radix_misfit(const rank_t* r, int64_t num_input, int64_t max_output, int64_t* needed) noexcept nogil
 cdef int radix_schedule(rank_t* r, double now_ms) noexcept nogil
 cdef void radix_emit(rank_t* r) noexcept nogil
 cdef void radix_settle(rank_t* r) noexcept nogil
@@ -20,6 +25,9 @@ cdef cursor_t content_start(const rank_t* r, int32_t slot) noexcept nogil
 cdef void set_pages(rank_t* r, int32_t slot, int64_t pages) noexcept nogil
 cdef void commit_computed(rank_t* r, int32_t slot) noexcept nogil
 cdef bint lease_release(rank_t* r, int32_t slot) noexcept nogil
+cdef void tell_with_command(rank_t* r, int64_t before) noexcept nogil
+cdef int64_t transferable(const rank_t* r, int32_t slot) noexcept nogil
+cdef bint gated(const rank_t* r) noexcept nogil
 cdef int open_radix_pass(rank_t* r, double now_ms) noexcept nogil
 cdef void running_reserve(const rank_t* r, double* tokens) noexcept nogil
 cdef int64_t burst_of(const rank_t* r, const request_t* q) noexcept nogil
