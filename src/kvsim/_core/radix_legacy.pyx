@@ -105,18 +105,19 @@ cdef int64_t legacy_reserve(rank_t* r, int32_t slot) noexcept nogil:
     tell_with_command(r, events)
     if not owned:
         return -1
-    r.requests[slot].computed = 0
+    r.requests[slot].computed = <int32_t>tokens
     return transferable(r, slot)
 
 
 cdef void legacy_activate(rank_t* r, int32_t slot) noexcept nogil:
     """The prompt of a destination has arrived: it can be found now, and the tail of its last page is free."""
     cdef int64_t events = r.header.num_events
-    cdef int64_t before = r.radix.available
+    cdef int64_t before = r.radix.available + r.radix.evictable
     radix_activate(r, slot)
     commit_apart(r, slot)
     tell_with_command(r, events)
-    if r.radix.available > before or r.requests[slot].allocated > r.requests[slot].computed:
+    if (r.radix.available + r.radix.evictable > before
+            or r.requests[slot].allocated > r.requests[slot].computed):
         r.header.capacity_generation += 1
 
 

@@ -226,16 +226,17 @@ cdef void drop_waiting(rank_t* r, int32_t slot) noexcept nogil:
 cdef void radix_cancel(rank_t* r, int32_t slot) noexcept nogil:
     """Drop a live request wherever it is."""
     cdef request_t* q = &r.requests[slot]
-    r.radix.late_requests -= r.leases[slot].late
-    if lease_release(r, slot):
-        r.header.capacity_generation += 1
-    if q.status == RUNNING:
-        running_leave(r, slot)
-        running_delete(r, running_index(r, slot))
-        row_release(r, slot)
-    elif q.flags & MATERIALISED:
+    cdef bint prebuilt = q.flags & MATERIALISED != 0
+    if prebuilt:
         prebuilt_remove(r, slot)
         materialised_leave(r, slot)
+    if lease_release(r, slot):
+        r.header.capacity_generation += 1
+    if prebuilt:
+        row_release(r, slot)
+    elif q.status == RUNNING:
+        running_leave(r, slot)
+        running_delete(r, running_index(r, slot))
         row_release(r, slot)
     else:
         drop_waiting(r, slot)
@@ -277,7 +278,10 @@ cdef int64_t radix_reserve(rank_t* r, int32_t slot) noexcept nogil:
     cdef int64_t events = r.header.num_events
     cdef bint owned = lease_fresh(r, slot, tokens, tokens)
     tell_with_command(r, events)
-    return transferable(r, slot) if owned else -1
+    if not owned:
+        return -1
+    r.requests[slot].computed = <int32_t>tokens
+    return transferable(r, slot)
 
 
 cdef void radix_activate(rank_t* r, int32_t slot) noexcept nogil:
@@ -285,7 +289,6 @@ cdef void radix_activate(rank_t* r, int32_t slot) noexcept nogil:
 
     Until then its pages are its own: they cannot be found, and no capacity is won.
     """
-    r.requests[slot].computed = r.requests[slot].num_input
     prebuilt_push(r, slot)
 
 
@@ -748,9 +751,8 @@ cdef inline void end_request(rank_t* r, int32_t slot) noexcept nogil:
     """Cache what a completed request computed and forget it, unless it is a source; `running` is swept later."""
     r.p.completed += 1
     if source_hold(r, slot):
-        # Its whole pages can be matched from now on, all of them stay locked.
+        # Its whole pages can be matched from now on, and stay locked.
         commit_computed(r, slot)
-        running_leave(r, slot)
         return
     lease_finish(r, slot)
     running_leave(r, slot)
@@ -980,9 +982,13 @@ cdef int radix_stuck(const rank_t* r, int32_t* slot, int64_t* needed) noexcept n
         needed[0] = max(growth_pages(r) + r.requests[slot[0]].n_blocks, r.config.num_blocks + 1)
         return OUTGREW_POOL
     slot[0] = r.header.waiting_head
+    if r.header.num_pending > 0:
+        # Prompts wait for the destination, that for the pages of one of them.
+        while slot[0] != NO_SLOT and r.leases[slot[0]].pages == 0:
+            slot[0] = r.requests[slot[0]].next
     if slot[0] == NO_SLOT:
         return NO_REASON
-    if r.config.ask_admission:
+    if r.config.ask_admission and r.header.num_pending == 0:
         return NOT_ADMITTED
     q = &r.requests[slot[0]]
     needed[0] = page_ceil(r, q.length - q.computed)
