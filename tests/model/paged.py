@@ -282,6 +282,9 @@ class PagedModel(HandoffRank):
         """An activated destination that has not run yet: its whole prompt is there."""
         return request.computed >= request.num_input and request.allocated >= request.num_input
 
+    def _destinations_hold_blocks(self) -> bool:
+        return bool(self.handoffs.reserved) or any(self._is_materialised(other) for other in self.waiting)
+
     def _unpromised_blocks(self) -> int:
         """TensorRT-LLM: blocks that nobody holds or was promised to completion."""
         available = self.config.num_gpu_blocks - self.pool.active_blocks
@@ -495,8 +498,8 @@ class PagedModel(HandoffRank):
             if verdict == "reject":
                 self._reject(request, work)
                 continue
-            if verdict == "wait" and not self.running:
-                # Blocks that a transfer brought for somebody further back would never come free.
+            if verdict == "wait" and not (self.running or self.handoffs.held or self.handoffs.reserved):
+                # What it waits for is owned by somebody further back whose prompt came with a handoff.
                 ready = [other for other in self.waiting if self._is_materialised(other)]
                 if not ready:
                     break
@@ -645,8 +648,9 @@ class PagedModel(HandoffRank):
             needed = self._blocks(next_length)
             if self.pool.active_blocks == 0:
                 victim.outgrown = needed > self.config.num_gpu_blocks
-            elif work.duration_ms == 0.0:
-                # Handoffs hold the rest, and no time passes in which they could let go of it.
+            elif work.duration_ms == 0.0 or self._destinations_hold_blocks():
+                # Handoffs hold the rest, and either no time passes in which they could let go of it, or what
+                # lets go of it is a request further back that has to run.
                 victim.wants_blocks = needed
         return victim
 
