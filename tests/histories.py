@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
@@ -161,7 +161,7 @@ def handoff_configs(draw: st.DrawFn, engine: st.SearchStrategy[EngineConfig]) ->
     config = draw(engine)
     worker = draw(st.sampled_from([config.worker_type, "prefill", "decode", "decode"]))
     mode = draw(st.sampled_from(["full_prompt", "destination_missing"]))
-    return dataclasses.replace(config, worker_type=worker, kv_transfer_timing_mode=mode)
+    return msgspec.structs.replace(config, worker_type=worker, kv_transfer_timing_mode=mode)
 
 
 def handoff_steps(lengths: Sequence[int] = tuple(LENGTHS)) -> st.SearchStrategy[tuple[Any, ...]]:
@@ -184,5 +184,5 @@ def handoff_steps(lengths: Sequence[int] = tuple(LENGTHS)) -> st.SearchStrategy[
     )
 
 
-HANDOFF_SCRIPTS = st.lists(handoff_steps(), min_size=8, max_size=50)
-RADIX_HANDOFF_SCRIPTS = st.lists(handoff_steps(RADIX_LENGTHS), min_size=8, max_size=50)
+HANDOFF_SCRIPTS = st.lists(handoff_steps(), min_size=15, max_size=60)
+RADIX_HANDOFF_SCRIPTS = st.lists(handoff_steps(RADIX_LENGTHS), min_size=15, max_size=60)

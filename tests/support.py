@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,8 @@ from kvsim.contract import (
     Command,
     CommandContext,
     CommandEffects,
+    DestinationAccepted,
+    DestinationReserved,
     KvEvent,
     Noop,
     Output,
@@ -34,6 +36,7 @@ from kvsim.contract import (
     Stored,
     Submit,
     SubmitHandoffPrefill,
+    id_to_int,
 )
 from kvsim.errors import CommandError
 from kvsim.layout import HandoffRole
@@ -301,8 +304,9 @@ class Pair:
     twin: PagedModel | SglangModel = field(init=False)
     now: float = field(default=0.0, init=False)
     in_flight: tuple[RankPass, RankPass] | None = field(default=None, init=False)
-    #: every KV event that was shown, and what a router makes of them
+    #: what a router makes of every KV event that was shown
     index: RouterIndex = field(default_factory=lambda: RouterIndex(), init=False)
+    ledger: Ledger = field(default_factory=lambda: Ledger(), init=False)
 
     def __post_init__(self) -> None:
         self.rank = SchedulerRank(self.identity, self.config, timing=self.timing)
@@ -344,6 +348,7 @@ class Pair:
         mine = self.rank.apply_command(command, context, pending[0])
         assert plain(mine) == plain(expected)
         self.index.replay(mine.kv_events)
+        self.ledger.command(command, mine)
         if self.in_flight is not None:
             same_effects(self.in_flight[0].pending.effects, self.in_flight[1].pending.effects)
         self.compare()
@@ -394,6 +399,7 @@ class Pair:
         shown = self.rank.complete_pass(mine.pending, self.now)
         same_effects(shown, self.twin.complete_pass(expected.pending, self.now))
         self.index.replay(shown.kv_events)
+        self.ledger.completion(shown)
         self.compare()
         return shown
 
@@ -406,7 +412,9 @@ class Pair:
         if self.rank.stuck_head() is None:
             assert self.rank.fail_head() is None
             return False
-        assert self.rank.fail_head() == self.twin_fail()
+        failed = self.rank.fail_head()
+        assert failed == self.twin_fail()
+        self.ledger.ended(failed.request_id)
         self.compare()
         return True
 
@@ -439,6 +447,7 @@ class Pair:
 
     def compare_drained(self) -> None:
         """No block is lost: what is not free is cached and can be evicted."""
+        assert not self.ledger.accepted
         metrics = self.rank.metrics()
         assert metrics.running_requests == metrics.waiting_requests == 0
         assert not self.rank.is_ready()
@@ -464,6 +473,7 @@ class Pair:
             if shown.outputs or wanted.outputs or shown.kv_events or wanted.kv_events:
                 same_effects(shown, wanted)
             self.index.replay([*mine.start_effects.kv_events, *shown.kv_events])
+            self.ledger.completion(shown)
         self.compare()
 
     def reload(self) -> None:
@@ -495,7 +505,48 @@ class Pair:
         self.compare()
 
 
-def drive_both(config: EngineConfig, identity: RankIdentity, script: Iterable[tuple[Any, ...]]) -> Pair:
+class Ledger:
+    """Destinations a rank accepted: each is reserved at most once and ends once."""
+
+    def __init__(self) -> None:
+        #: request id -> whether its reservation was told
+        self.accepted: dict[int, bool] = {}
+
+    def command(self, command: Command, effects: CommandEffects) -> None:
+        if isinstance(effects.result, DestinationAccepted):
+            assert effects.result.request_id not in self.accepted
+            self.accepted[effects.result.request_id] = False
+        for request_id in effects.retired_requests:
+            self.ended(request_id)
+        if isinstance(command, CancelRequest) and effects.suppressed_pending_output:
+            # Nobody will be told that it was complete.
+            self.ended(id_to_int(command.request_id))
+        self._reserved(effects.lifecycle_events)
+
+    def completion(self, effects: PassCompletionEffects) -> None:
+        for output in effects.outputs:
+            if output.completed:
+                self.ended(output.request_id)
+        self._reserved(effects.lifecycle_events)
+
+    def ended(self, request_id: int) -> None:
+        self.accepted.pop(request_id, None)
+
+    def _reserved(self, events: Iterable[Any]) -> None:
+        for event in events:
+            if isinstance(event, DestinationReserved):
+                assert self.accepted[event.request_id] is False
+                self.accepted[event.request_id] = True
+
+
+def drive_both(
+    config: EngineConfig,
+    identity: RankIdentity,
+    script: Iterable[tuple[Any, ...]],
+    *,
+    at_start: Callable[[Pair], None] | None = None,
+    after_step: Callable[[Pair], None] | None = None,
+) -> Pair:
     """Run a script on both sides, comparing after every step, then drain.
 
     Steps are ``("submit", request)``, ``("cancel", request_id, discard)``, ``("pass",)`` for a whole pass,
@@ -503,6 +554,8 @@ def drive_both(config: EngineConfig, identity: RankIdentity, script: Iterable[tu
     `handoff_step`.
     """
     pair = Pair(config, identity)
+    if at_start is not None:
+        at_start(pair)
     for action, *arguments in script:
         if action == "submit":
             pair.submit(arguments[0])
@@ -518,6 +571,8 @@ def drive_both(config: EngineConfig, identity: RankIdentity, script: Iterable[tu
             pair.step()
         elif action in HANDOFF_COMMANDS:
             handoff_step(pair, action, *arguments)
+        if after_step is not None:
+            after_step(pair)
     pair.drain()
     return pair
 
