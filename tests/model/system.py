@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from kvsim.config import EngineConfig
 from kvsim.contract import (
     ActivateDestination,
@@ -158,6 +160,16 @@ class Pool:
 def build_rank(config: EngineConfig, worker: int, dp_rank: int, dp_size: int) -> Any:
     identity = RankIdentity(worker, dp_rank, dp_size)
     if config.backend == "sglang":
+        if dp_size > 1:
+            # replay.md section 1, but never less than a page: a rank that may prefill nothing would wait for ever.
+            page = config.tokens_per_block
+            share = max(page, config.sglang.chunked_prefill_size // dp_size // page * page)
+            options = msgspec.structs.replace(
+                config.sglang,
+                chunked_prefill_size=share,
+                schedule_conservativeness=config.sglang.schedule_conservativeness * 0.3,
+            )
+            config = config.replace(sglang=options)
         return SglangModel(identity, config, prefill_decode_interval=config.prefill_decode_interval)
     return PagedModel(identity, config)
 
