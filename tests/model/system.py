@@ -334,9 +334,6 @@ class System:
                 return progress
             if self.step(ready[0]):
                 progress = True
-                if self.disaggregated and not ready[0].busy:
-                    # A pass without duration may have asked for something.
-                    pass
             else:
                 resting.add(ready[0].index)
 
@@ -359,13 +356,15 @@ class System:
             worker.end_ms = end_ms
             worker.pending = [None if outcome is None else outcome.pending for outcome in outcomes]
             return True
-        effect = again = False
+        ran = [(rank, outcome) for rank, outcome in zip(worker.ranks, outcomes, strict=True) if outcome is not None]
+        effect = any(not rank.last_pass_effect_free for rank, _ in ran)
+        again = any(outcome.same_timestamp_retry in TRY_AGAIN for _, outcome in ran)
         for dp_rank, outcome in enumerate(outcomes):
-            if outcome is None:
-                continue
-            effect |= not worker.ranks[dp_rank].last_pass_effect_free
-            again |= outcome.same_timestamp_retry in TRY_AGAIN
-            self.show(worker, dp_rank, worker.ranks[dp_rank].complete_pass(outcome.pending, self.now))
+            rank = worker.ranks[dp_rank]
+            if outcome is not None:
+                self.show(worker, dp_rank, rank.complete_pass(outcome.pending, self.now))
+            elif effect:
+                self.show(worker, dp_rank, rank.complete_idle_group_pass(self.now, self.now))
         return effect or again or self.end_stuck(worker)
 
     def share_interval(self, worker: Worker, outcomes: list[Any]) -> None:
