@@ -273,6 +273,7 @@ class SglangModel(HandoffRank):
         while self.prebuilt and (limit is None or len(self.running) < limit):
             request = self.prebuilt.pop(0)
             request.status = RUNNING
+            request.ever_admitted = True
             self.running.append(request)
             work.admissions.append(Admission(request.request_id, 0))
             self.kv.cache_prefix(request.lease, request.tokens)
