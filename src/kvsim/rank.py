@@ -294,6 +294,7 @@ def _config_row(
         "victim": 2 if policy.overrides("victims") else int(directive.oldest_victim),
         "order": policy.overrides("score"),
         "worker": _WORKER[config.worker_type],
+        "keeps_place": config.rules.activation_keeps_arrival_order,
         "legacy": config.backend == "sglang" and config.rules.mixed_radix_passes,
         "timing": timing.kind,
         "recompute_last": directive.recompute_last_token,

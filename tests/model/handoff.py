@@ -117,6 +117,7 @@ class Handoffs:
             "head_waits_for_capacity": bool(self.pending) and self.pending[0].last_attempt == self.generation,
             "reserved": sorted((key, entry.request.request_id) for key, entry in self.reserved.items()),
             "active": sorted(self.active.items()),
+            "attempts": self.attempts,
         }
 
     def check(self, live: set[int]) -> None:

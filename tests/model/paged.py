@@ -83,6 +83,8 @@ class Live:
     drafts: int = 0
     #: alone in an empty pool it could not take its next step
     outgrown: bool = False
+    #: blocks that must be there before it is admitted again, beyond those of what it knows
+    wants_blocks: int = 0
 
     @property
     def length(self) -> int:
@@ -125,6 +127,8 @@ class PassState:
     admissions: list[Admission] = field(default_factory=list)
     pressure: list[PressureEvent] = field(default_factory=list)
     rejected: list[int] = field(default_factory=list)
+    #: time that the pass takes as far as it is known
+    duration_ms: float = 0.0
 
 
 class PagedModel(HandoffRank):
@@ -277,6 +281,9 @@ class PagedModel(HandoffRank):
     def _is_materialised(self, request: Live) -> bool:
         """An activated destination that has not run yet: its whole prompt is there."""
         return request.computed >= request.num_input and request.allocated >= request.num_input
+
+    def _destinations_hold_blocks(self) -> bool:
+        return bool(self.handoffs.reserved) or any(self._is_materialised(other) for other in self.waiting)
 
     def _unpromised_blocks(self) -> int:
         """TensorRT-LLM: blocks that nobody holds or was promised to completion."""
@@ -432,6 +439,7 @@ class PagedModel(HandoffRank):
         self._schedule_waiting(work)
 
         prefill_ms = self.timing.prefill_ms(work.prefill_count, work.prefill_isl, work.prefill_prefix)
+        work.duration_ms = prefill_ms
         decode_start = now_ms + prefill_ms
         outputs, decode_ms = self._emission(work)
         outputs += [Output(request_id, None, True, True, None) for request_id in work.rejected]
@@ -490,6 +498,12 @@ class PagedModel(HandoffRank):
             if verdict == "reject":
                 self._reject(request, work)
                 continue
+            if verdict == "wait" and not (self.running or self.handoffs.held or self.handoffs.reserved):
+                # What it waits for is owned by somebody further back whose prompt came with a handoff.
+                ready = [other for other in self.waiting if self._is_materialised(other)]
+                if not ready:
+                    break
+                request, verdict, cost = ready[0], "admit", self._prefix_cost(ready[0])
             if verdict == "wait" or self._schedule(request, work, cost) != "scheduled":
                 break
             if work.budget == 0 and work.scheduled[request.request_id].total_tokens == 0:
@@ -505,6 +519,7 @@ class PagedModel(HandoffRank):
             return "wait"
         capacity = self.config.num_gpu_blocks
         footprint = self._completion_blocks(request) if self.trtllm else self._blocks(request.length)
+        footprint = max(footprint, request.wants_blocks)
         if request.status == WAITING and footprint > capacity:
             return "reject"
         needed = footprint - cost.active_cached_tokens // self.block_size
@@ -564,6 +579,7 @@ class PagedModel(HandoffRank):
             self.waiting.remove(request)
             self.running.append(request)
             request.status = RUNNING
+            request.wants_blocks = 0
             work.admissions.append(Admission(request.request_id, cached))
             if not request.admitted_before:
                 request.admitted_before = True
@@ -627,9 +643,15 @@ class PagedModel(HandoffRank):
         if victim is None:
             return None
         self._preempt(victim, work)
-        if not self.running and self.pool.active_blocks == 0:
+        if not self.running:
             next_length = victim.length + min(self._max_burst(None), self._remaining(victim))
-            victim.outgrown = self._blocks(next_length) > self.config.num_gpu_blocks
+            needed = self._blocks(next_length)
+            if self.pool.active_blocks == 0:
+                victim.outgrown = needed > self.config.num_gpu_blocks
+            elif work.duration_ms == 0.0 or self._destinations_hold_blocks():
+                # Handoffs hold the rest, and either no time passes in which they could let go of it, or what
+                # lets go of it is a request further back that has to run.
+                victim.wants_blocks = needed
         return victim
 
     # ------------------------------------------------------------ emission (vllm.md section 7)
@@ -666,6 +688,7 @@ class PagedModel(HandoffRank):
 
     def _emit_single(self, ready: list[Live], work: PassState) -> tuple[list[Output], float]:
         decode_ms = self._decode_ms(ready, work)
+        work.duration_ms += decode_ms
         outputs = []
         for request in ready:
             if request.status != RUNNING:
@@ -810,17 +833,17 @@ class PagedModel(HandoffRank):
     # ------------------------------------------------------------ liveness
 
     def stuck_head(self) -> tuple[int, str] | None:
-        """The head of the queue and why it can never progress; None while there is hope.
-
-        While a destination is pending nobody looks at the head, and the destination waits for a command.
-        """
-        if self.running or not self.waiting or not self.last_pass_effect_free or self.handoffs.pending:
+        """The head of the queue and why it can never progress; None while there is hope."""
+        if self.running or not self.waiting or not self.last_pass_effect_free:
             return None
         head = self.waiting[0]
         if head.outgrown:
             return head.request_id, "outgrew the pool"
-        if self._blocks(head.length) > self.config.num_gpu_blocks:
+        if max(self._blocks(head.length), head.wants_blocks) > self.config.num_gpu_blocks:
             return head.request_id, "outgrew the pool"
+        if self.handoffs.pending or self.handoffs.held or self.handoffs.reserved:
+            # It may be blocked by what a command will end.
+            return None
         limit = self.config.max_num_batched_tokens
         uncached = head.num_input - min(head.num_input, self._prefix_cost(head).cached_tokens)
         if not self.config.enable_chunked_prefill and limit is not None and uncached > limit:
