@@ -62,7 +62,7 @@ class Live:
     lease: Lease = field(default_factory=Lease)
     allocated: int = 0
     status: str = WAITING
-    #: it was in a prefill batch at some time
+    #: it was in a prefill batch or promoted at some time
     ever_admitted: bool = False
 
     @property
@@ -273,6 +273,7 @@ class SglangModel(HandoffRank):
         while self.prebuilt and (limit is None or len(self.running) < limit):
             request = self.prebuilt.pop(0)
             request.status = RUNNING
+            request.ever_admitted = True
             self.running.append(request)
             work.admissions.append(Admission(request.request_id, 0))
             self.kv.cache_prefix(request.lease, request.tokens)
