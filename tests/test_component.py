@@ -219,6 +219,23 @@ def test_b13_a_pass_that_only_queues_is_no_progress() -> None:
     assert (rank.busy, rank.in_flight, rank.ready, rank.drained) == (False, 1, True, False)
 
 
+def test_d21_the_tokens_of_a_burst_share_the_end_of_their_pass() -> None:
+    config = EngineConfig(
+        block_size=4,
+        aic_nextn=1,
+        aic_nextn_accept_rates="1",
+        timing_model=FixedTiming(prefill_ms=40.0, decode_ms=2.0),
+    )
+    driven = Driven(config)
+    driven.send(0, 1, 8, 3)
+    driven.send(0, 2, 8, 1)
+    first = driven.drive(0.0)
+    driven.deliver(first)
+    assert driven.tokens.times == {1: [40.0], 2: [40.0]}
+    driven.deliver(driven.drive(40.0))
+    assert driven.tokens.times == {1: [40.0, 42.0, 42.0], 2: [40.0]}
+
+
 # ---------------------------------------------------------------- scaling
 
 

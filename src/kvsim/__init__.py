@@ -43,15 +43,18 @@ if TYPE_CHECKING:
         CommandError,
         ConfigError,
         IntegrityError,
+        InternalWorkDueError,
         KvsimError,
         PoisonedError,
         SnapshotError,
         TimingError,
         WorkloadError,
     )
+    from kvsim.group import EngineGroup
     from kvsim.layout import FailReason, RequestStatus
     from kvsim.policies import Directive, Policy, register_policy
     from kvsim.rank import RankSnapshot, SchedulerRank
+    from kvsim.replay.component import EngineComponent
     from kvsim.report import ReplayResult, Sla
     from kvsim.sweeps import RandomParameter, SweepResult, sweep
     from kvsim.workload import Workload, load_workload
@@ -68,11 +71,14 @@ __all__ = [
     "CommandError",
     "ConfigError",
     "Directive",
+    "EngineComponent",
     "EngineConfig",
+    "EngineGroup",
     "ExternalTiming",
     "FailReason",
     "FixedTiming",
     "IntegrityError",
+    "InternalWorkDueError",
     "KvsimError",
     "NativeHostOffload",
     "NpzTiming",
@@ -121,11 +127,14 @@ _HOMES = {
         "Request ReserveDestination Submit SubmitHandoffPrefill TimingModel"
     ),
     "errors": (
-        "CommandError ConfigError IntegrityError KvsimError PoisonedError SnapshotError TimingError WorkloadError"
+        "CommandError ConfigError IntegrityError InternalWorkDueError KvsimError PoisonedError SnapshotError "
+        "TimingError WorkloadError"
     ),
+    "group": "EngineGroup",
     "layout": "FailReason RequestStatus",
     "policies": "Directive Policy register_policy",
     "rank": "RankSnapshot SchedulerRank",
+    "replay.component": "EngineComponent",
     "report": "ReplayResult Sla",
     "sweeps": "RandomParameter SweepResult sweep",
     "workload": "Workload load_workload",
