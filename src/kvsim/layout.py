@@ -18,6 +18,7 @@ __all__ = [
     "CONFIG",
     "EVENT",
     "EVENT_BLOCK",
+    "HANDOFF",
     "HANDOFF_RECORD",
     "HASH_SLOT",
     "HEADER",
@@ -35,6 +36,7 @@ __all__ = [
     "SEGMENT",
     "SIGNAL",
     "FailReason",
+    "HandoffRole",
     "Pool",
     "RequestStatus",
 ]
@@ -56,6 +58,17 @@ class Pool(enum.IntEnum):
     AGGREGATED = 0
     PREFILL = 1
     DECODE = 2
+
+
+class HandoffRole(enum.IntEnum):
+    """Which half of a handoff a live request is, and how far it is (spec/handoff.md sections 2 and 3)."""
+
+    NONE = 0
+    SOURCE_REGISTERED = 1
+    SOURCE_HELD = 2
+    DESTINATION_PENDING = 3
+    DESTINATION_HELD = 4
+    DESTINATION_ACTIVE = 5
 
 
 class FailReason(enum.IntEnum):
@@ -179,6 +192,8 @@ CONFIG = np.dtype(
         ("engine", "<i4"),  # engine_kind
         ("lpm", "<i4"),  # radix: longest prefix match first
         ("legacy", "<i4"),  # radix: generation `dynamo-1.3`
+        ("keeps_place", "<i4"),  # paged: an activated destination waits where it came, else at the end
+        ("unused", "<i4"),
         ("max_prefill", "<i8"),  # radix: computed prompt tokens per pass
         ("chunk", "<i8"),  # radix: chunk budget per pass
         ("clip", "<i8"),  # radix: output tokens reserved at most
@@ -213,10 +228,18 @@ HEADER = np.dtype(
         ("queued_count", "<i8"),  # waiting, never preempted: number, sum and sum of squares of prompt lengths
         ("queued_sum", "<i8"),
         ("queued_squares", "<i8"),
-        ("requeued_count", "<i8"),  # preempted and waiting: of whole lengths
+        ("requeued_count", "<i8"),  # preempted or activated, and waiting: of whole lengths
         ("requeued_sum", "<i8"),
         ("requeued_squares", "<i8"),
         ("committed_prefill_tokens", "<i8"),
+        ("num_held_sources", "<i8"),
+        ("num_pending", "<i8"),  # destinations without capacity
+        ("num_held_destinations", "<i8"),
+        ("num_materialised", "<i8"),
+        ("expected_sum", "<i8"),  # pending and held destinations: sum and sum of squares of prompt lengths
+        ("expected_squares", "<i8"),
+        ("promised_blocks", "<i8"),  # TO_COMPLETION: blocks for outputs of held and materialised destinations
+        ("reserve_attempts", "<i8"),
         ("duration_count", "<i8"),  # Welford over pass durations
         ("duration_sum", "<f8"),
         ("duration_mean", "<f8"),
@@ -225,6 +248,10 @@ HEADER = np.dtype(
         ("waiting_tail", "<i4"),
         ("free_request", "<i4"),  # head of the list of unused rows
         ("effect_free", "<i4"),  # the last pass changed nothing
+        ("pending_head", "<i4"),  # destinations without capacity, first come first served
+        ("pending_tail", "<i4"),
+        ("prebuilt_head", "<i4"),  # radix: materialised requests in order of activation
+        ("prebuilt_tail", "<i4"),
         ("table_free", "<i4", (TABLE_CLASSES,)),  # heads of the free spans of 2**k entries
         ("rng", RNG),  # acceptance draws
     ]
@@ -255,7 +282,7 @@ REQUEST = np.dtype(
         ("id_lo", "<u8"),
         ("waiting_order", "<i8"),
         ("score", "<f8"),
-        ("next", "<i4"),  # waiting list, or list of unused rows
+        ("next", "<i4"),  # waiting, pending or prebuilt list, or list of unused rows
         ("prev", "<i4"),
         ("sched_prompt", "<i4"),  # prompt tokens scheduled in pass `stamp`
         ("hashed", "<i4"),  # leading blocks whose hash is known
@@ -263,6 +290,17 @@ REQUEST = np.dtype(
         ("cached_prefix", "<i4"),  # reuse of the first admission, -1: not admitted yet
         ("max_output", "<i4"),
         ("reused", "<i4"),  # reuse of the last admission
+    ]
+)
+
+#: The half of a handoff that a request is, by request row.
+HANDOFF = np.dtype(
+    [
+        ("handoff_hi", "<u8"),
+        ("handoff_lo", "<u8"),
+        ("attempted", "<i8"),  # capacity generation of the last reservation attempt, -1: none
+        ("role", "<i4"),  # HandoffRole
+        ("transferable", "<i4"),  # destination: prompt tokens of the blocks that were not found here
     ]
 )
 

@@ -2,25 +2,43 @@
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
+from kvsim._core.handoff cimport (
+    destination_activate, destination_drop, destination_hold, handoff_open, pending_push, pending_remove,
+    source_forget,
+)
 from kvsim._core.paged_pass cimport (
-    paged_cancel, paged_emit, paged_schedule, paged_settle, paged_stuck, paged_submit,
+    paged_activate, paged_cancel, paged_emit, paged_free, paged_misfit, paged_open, paged_reserve, paged_schedule,
+    paged_settle, paged_stuck,
 )
 from kvsim._core.pool cimport pool_active
 from kvsim._core.radix_legacy cimport legacy_emit, legacy_schedule, legacy_settle
 from kvsim._core.radix_pass cimport (
-    radix_cancel, radix_emit, radix_schedule, radix_settle, radix_stuck, radix_submit,
+    radix_activate, radix_cancel, radix_emit, radix_free_destination, radix_free_source, radix_misfit, radix_open,
+    radix_reserve, radix_schedule, radix_settle, radix_stuck,
 )
+from kvsim._core.requests cimport id_insert, row_queue, row_release
 from kvsim._core.signals cimport pass_open, signal
-from kvsim._core.types cimport COMPLETED, FAILED, NO_REASON, RADIX, REJECTED, content_t, rank_t
+from kvsim._core.types cimport (
+    CHECK, COMPLETED, DESTINATION_ACTIVE, DESTINATION_PENDING, FAILED, HELD_SOURCE, MODEL_LENGTH, NO_REASON, NO_SLOT,
+    PAGED, RADIX, REJECTED, SOURCE_REGISTERED, content_t, header_t, likely, rank_t,
+)
+
+
+cdef inline int32_t engine_open(
+    rank_t* r, uint64_t id_hi, uint64_t id_lo, int64_t num_input, int64_t max_output, const content_t* content
+) noexcept nogil:
+    if r.config.engine == RADIX:
+        return radix_open(r, id_hi, id_lo, num_input, max_output, content)
+    return paged_open(r, id_hi, id_lo, num_input, max_output, content)
 
 
 cdef inline int32_t engine_submit(
     rank_t* r, uint64_t id_hi, uint64_t id_lo, int64_t num_input, int64_t max_output, const content_t* content
 ) noexcept nogil:
     """Queue a request and return its row; its id must not be active."""
-    if r.config.engine == RADIX:
-        return radix_submit(r, id_hi, id_lo, num_input, max_output, content)
-    return paged_submit(r, id_hi, id_lo, num_input, max_output, content)
+    cdef int32_t slot = engine_open(r, id_hi, id_lo, num_input, max_output, content)
+    row_queue(r, slot)
+    return slot
 
 
 cdef inline void engine_cancel(rank_t* r, int32_t slot) noexcept nogil:
@@ -31,6 +49,125 @@ cdef inline void engine_cancel(rank_t* r, int32_t slot) noexcept nogil:
         paged_cancel(r, slot)
     r.header.effect_free = 0
 
+
+# ---------------------------------------------------------------- handoff: the source half
+
+cdef inline void engine_register_source(rank_t* r, int32_t slot, uint64_t hi, uint64_t lo) noexcept nogil:
+    """A request just submitted will be held when it completes."""
+    handoff_open(r, slot, hi, lo, SOURCE_REGISTERED)
+
+
+cdef inline bint engine_release_source(rank_t* r, int32_t slot) noexcept nogil:
+    """The source need not be held (any longer); true if its row is gone."""
+    if r.handoffs[slot].role == SOURCE_REGISTERED:
+        source_forget(r, slot)
+        return False
+    CHECK(r.requests[slot].status == HELD_SOURCE)
+    r.header.num_held_sources -= 1
+    if r.config.engine == RADIX:
+        radix_free_source(r, slot)
+    else:
+        paged_free(r, slot)
+    r.header.capacity_generation += 1
+    r.header.effect_free = 0
+    row_release(r, slot)
+    return True
+
+
+cdef inline void engine_cancel_source(rank_t* r, int32_t slot) noexcept nogil:
+    """Give a source up, wherever it is; its row is gone."""
+    if r.handoffs[slot].role == SOURCE_REGISTERED:
+        engine_cancel(r, slot)
+    else:
+        engine_release_source(r, slot)
+
+
+# ---------------------------------------------------------------- handoff: the destination half
+
+cdef inline int engine_reserve_error(
+    const rank_t* r, int64_t num_input, int64_t max_output, int64_t* needed
+) noexcept nogil:
+    """Why a destination for such a request could never be reserved (FailReason) and what is too many, or NO_REASON."""
+    needed[0] = num_input
+    if r.config.max_model_len > 0 and num_input >= r.config.max_model_len:
+        return MODEL_LENGTH
+    if r.config.engine == RADIX:
+        return radix_misfit(r, num_input, max_output, needed)
+    return paged_misfit(r, num_input, max_output, needed)
+
+
+cdef inline int32_t engine_reserve(
+    rank_t* r, uint64_t id_hi, uint64_t id_lo, int64_t num_input, int64_t max_output, const content_t* content,
+    uint64_t hi, uint64_t lo
+) noexcept nogil:
+    """Register a destination that waits for capacity and return its row; nothing is attempted yet."""
+    cdef int32_t slot = engine_open(r, id_hi, id_lo, num_input, max_output, content)
+    id_insert(r, slot)
+    handoff_open(r, slot, hi, lo, DESTINATION_PENDING)
+    pending_push(r, slot)
+    r.header.effect_free = 0
+    return slot
+
+
+cdef inline int32_t engine_retry(rank_t* r) noexcept nogil:
+    """Try to reserve for the first pending destination (spec/handoff.md section 3): its row, NO_SLOT if it still waits.
+
+    At most one attempt, and none if nothing that it could have waited for has
+    changed since the last one.
+    """
+    cdef header_t* h = r.header
+    cdef int32_t slot = h.pending_head
+    cdef int64_t transferable
+    if likely(slot == NO_SLOT):
+        return NO_SLOT
+    if r.config.engine == PAGED and h.num_running >= r.config.max_running:
+        r.handoffs[slot].attempted = h.capacity_generation
+        return NO_SLOT
+    if r.handoffs[slot].attempted == h.capacity_generation:
+        return NO_SLOT
+    r.handoffs[slot].attempted = h.capacity_generation
+    h.reserve_attempts += 1
+    if r.config.engine == RADIX:
+        transferable = radix_reserve(r, slot)
+    else:
+        transferable = paged_reserve(r, slot)
+    if transferable < 0:
+        return NO_SLOT
+    destination_hold(r, slot, transferable)
+    r.header.effect_free = 0
+    return slot
+
+
+cdef inline void engine_activate(rank_t* r, int32_t slot) noexcept nogil:
+    """The prompt of a held destination has arrived: the request may run."""
+    destination_activate(r, slot)
+    if r.config.engine == RADIX:
+        radix_activate(r, slot)
+    else:
+        paged_activate(r, slot)
+    r.header.effect_free = 0
+
+
+cdef inline void engine_cancel_destination(rank_t* r, int32_t slot) noexcept nogil:
+    """Give a destination up, wherever it is; its row is gone."""
+    cdef int32_t role = r.handoffs[slot].role
+    if role == DESTINATION_ACTIVE:
+        engine_cancel(r, slot)
+        return
+    if role == DESTINATION_PENDING:
+        pending_remove(r, slot)
+    else:
+        destination_drop(r, slot)
+        if r.config.engine == RADIX:
+            radix_free_destination(r, slot)
+        else:
+            paged_free(r, slot)
+    r.header.capacity_generation += 1
+    r.header.effect_free = 0
+    row_release(r, slot)
+
+
+# ---------------------------------------------------------------- passes
 
 cdef inline int engine_schedule(rank_t* r, double now_ms) noexcept nogil:
     """A pass up to its duration, `r.p.end_ms`; PASS_FAILED if a callback raised."""
@@ -50,6 +187,24 @@ cdef inline void engine_emit(rank_t* r) noexcept nogil:
     else:
         paged_emit(r)
         paged_settle(r)
+
+
+cdef inline int64_t engine_waiting(const rank_t* r) noexcept nogil:
+    """Waiting requests as metrics count them: destinations too, from the start."""
+    cdef const header_t* h = r.header
+    cdef int64_t prebuilt = h.num_materialised if r.config.engine == RADIX else 0
+    return h.num_waiting + prebuilt + h.num_pending + h.num_held_destinations
+
+
+cdef inline bint engine_empty(const rank_t* r) noexcept nogil:
+    """Whether no request waits or runs; halves of handoffs that a command has to move do not count."""
+    return r.header.num_running + r.header.num_waiting == 0 and (
+        r.config.engine != RADIX or r.header.num_materialised == 0)
+
+
+cdef inline bint engine_drained(const rank_t* r) noexcept nogil:
+    """Whether the rank owns nothing: no request and no half of a handoff."""
+    return r.header.num_live == 0
 
 
 cdef inline bint engine_retries(const rank_t* r) noexcept nogil:

@@ -7,23 +7,24 @@
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
+from kvsim._core.handoff cimport materialised_leave, source_hold
 from kvsim._core.lease cimport (
     blocks_of, lease_append, lease_close, lease_grow, lease_seal, prefix_cost,
 )
 from kvsim._core.metrics cimport moments_add, moments_undo
 from kvsim._core.pool cimport pool_active, pool_make_room, pool_take
 from kvsim._core.requests cimport (
-    completion_blocks, row_open, row_queue, row_release, running_append, running_delete, running_index,
-    running_leave, waiting_link, waiting_remove,
+    completion_blocks, row_open, row_release, running_append, running_delete, running_index, running_leave,
+    waiting_link, waiting_push_back, waiting_remove,
 )
 from kvsim._core.rng cimport rng_accept
 from kvsim._core.signals cimport count_pass, emit_token, pass_open, pressure, rejected_last, signal
 from kvsim._core.timing cimport timing_decode, timing_prefill
 from kvsim._core.types cimport (
-    ASK_VICTIM, BUDGET_TOO_SMALL, COMPLETED, DECODE, MODEL_LENGTH, NEWEST, NOT_ADMITTED, NO_REASON, NO_SLOT,
-    OUTGREW_POOL, OUTGROWN, PASS_FAILED, PASS_OK, POOL_TOO_SMALL, PREEMPTED, PREFILL, REJECTED, RUNNING, SIGNALLED,
-    TO_COMPLETION, WAITING, admission_t, config_t, content_t, header_t, likely, pass_t, prefetch, pressure_t,
-    rank_t, request_t,
+    ASK_VICTIM, BUDGET_TOO_SMALL, BY_SCORE, COMPLETED, DECODE, MATERIALISED, MODEL_LENGTH, NEWEST, NOT_ADMITTED,
+    NO_REASON, NO_SLOT, OUTGREW_POOL, OUTGROWN, PASS_FAILED, PASS_OK, POOL_TOO_SMALL, PREEMPTED, PREFILL, REJECTED,
+    RUNNING, SCORED, SIGNALLED, TO_COMPLETION, WAITING, admission_t, config_t, content_t, header_t, likely, pass_t,
+    prefetch, pressure_t, rank_t, request_t, unlikely,
 )
 
 cdef enum verdict:  # of scheduling one request
@@ -40,20 +41,25 @@ cdef enum answer:  # of a policy's admission hook
 
 # ---------------------------------------------------------------- entering and leaving
 
-cdef int32_t paged_submit(
-    rank_t* r, uint64_t id_hi, uint64_t id_lo, int64_t num_input, int64_t max_output, const content_t* content
-) noexcept nogil:
-    """Queue a request and return its row. The caller has checked that the id is not active."""
+cdef inline int64_t clamped_output(const rank_t* r, int64_t num_input, int64_t max_output) noexcept nogil:
+    """Output tokens of a request; where all of them are reserved, cut to what can be."""
     cdef const config_t* c = r.config
-    cdef int32_t slot
-    cdef request_t* q
     if c.gate == TO_COMPLETION:
-        # No eviction is guaranteed by reserving all outputs, so they are cut to what can be reserved.
         if num_input < c.total_kv_tokens and max_output > c.total_kv_tokens - num_input:
             max_output = c.total_kv_tokens - num_input
         if c.max_model_len > num_input and max_output > c.max_model_len - num_input:
             max_output = c.max_model_len - num_input
-    slot = row_open(r, id_hi, id_lo, num_input, max_output, content)
+    return max_output
+
+
+cdef int32_t paged_open(
+    rank_t* r, uint64_t id_hi, uint64_t id_lo, int64_t num_input, int64_t max_output, const content_t* content
+) noexcept nogil:
+    """A row for a request that is in no queue yet. The caller has checked that the id is not active."""
+    cdef const config_t* c
+    cdef int32_t slot
+    cdef request_t* q
+    slot = row_open(r, id_hi, id_lo, num_input, clamped_output(r, num_input, max_output), content)
     c = r.config
     q = &r.requests[slot]
     if c.max_model_len > 0 and q.limit > c.max_model_len:
@@ -64,16 +70,17 @@ cdef int32_t paged_submit(
         q.hashed = <int32_t>(num_input // c.block_size)
         if q.hashed > content.num_hashes:
             q.hashed = <int32_t>content.num_hashes
-    row_queue(r, slot)
     return slot
 
 
 cdef inline void finish(rank_t* r, int32_t slot) noexcept nogil:
-    """A running request is complete: its KV goes back to the pool. Its entry in `running` is swept later."""
-    lease_close(r, slot)
-    running_leave(r, slot)
+    """A running request is complete: its KV goes back to the pool, or is held. Its entry in `running` is swept later."""
     r.header.capacity_generation += 1
     r.p.completed += 1
+    if source_hold(r, slot):
+        return
+    lease_close(r, slot)
+    running_leave(r, slot)
     row_release(r, slot)
 
 
@@ -92,8 +99,71 @@ cdef void paged_cancel(rank_t* r, int32_t slot) noexcept nogil:
         running_delete(r, running_index(r, slot))
         r.header.capacity_generation += 1
         row_release(r, slot)
+        return
+    waiting_remove(r, slot)
+    if unlikely(q.flags & MATERIALISED):
+        materialised_leave(r, slot)
+        lease_close(r, slot)
+        r.header.capacity_generation += 1
+    row_release(r, slot)
+
+
+# ---------------------------------------------------------------- halves of handoffs
+
+cdef int64_t paged_reserve(rank_t* r, int32_t slot) noexcept nogil:
+    """Take the blocks of a pending destination's prompt: the tokens of the new ones, -1 and nothing changed if it cannot.
+
+    vLLM shares the longest prefix that is here (spec/kv-cache.md section 7) and
+    wants a place in the running set; TensorRT-LLM takes new blocks and reserves
+    those of all outputs.
+    """
+    cdef const request_t* q = &r.requests[slot]
+    cdef int64_t cached = 0
+    cdef int64_t active
+    if r.config.gate == TO_COMPLETION:
+        if completion_blocks(r, q) > uncommitted_blocks(r):
+            return -1
     else:
-        drop_waiting(r, slot)
+        prefix_cost(r, slot, &cached, &active)
+    if not lease_grow(r, slot, q.num_input, cached):
+        return -1
+    return (r.requests[slot].n_blocks - cached) * r.config.block_size
+
+
+cdef void paged_activate(rank_t* r, int32_t slot) noexcept nogil:
+    """The prompt of a held destination is there: its full blocks are findable, it may run.
+
+    `destination_activate` has been called. Its place in the queue is that of its
+    arrival, or the end, by the ruleset.
+    """
+    cdef request_t* q = &r.requests[slot]
+    cdef int32_t before = NO_SLOT
+    q.computed = q.num_input
+    lease_seal(r, slot, 0, q.num_input)
+    q = &r.requests[slot]
+    if r.config.order == BY_SCORE:
+        q.score = r.score(r, slot)
+        q.flags |= SCORED
+        waiting_push_back(r, slot)
+        return
+    if r.config.keeps_place:
+        before = r.header.waiting_head
+        while before != NO_SLOT and r.requests[before].waiting_order < q.waiting_order:
+            before = r.requests[before].next
+    waiting_link(r, slot, before)
+
+
+cdef void paged_free(rank_t* r, int32_t slot) noexcept nogil:
+    """Give back the blocks of a held source, or of a held destination whose prompt never came."""
+    lease_close(r, slot)
+
+
+cdef int paged_misfit(const rank_t* r, int64_t num_input, int64_t max_output, int64_t* needed) noexcept nogil:
+    """Why a destination for this prompt could never be reserved, or NO_REASON."""
+    needed[0] = blocks_of(r, num_input)
+    if r.config.gate == TO_COMPLETION:
+        needed[0] = blocks_of(r, num_input + clamped_output(r, num_input, max_output))
+    return POOL_TOO_SMALL if needed[0] > r.config.num_blocks else NO_REASON
 
 
 # ---------------------------------------------------------------- preemption
@@ -326,6 +396,22 @@ cdef void reject(rank_t* r, int32_t slot, int32_t reason, int64_t needed) noexce
     r.p.completed += 1
 
 
+cdef inline int64_t uncommitted_blocks(const rank_t* r) noexcept nogil:
+    """Blocks not in use and not reserved for outputs of what runs or came with a handoff (spec/vllm.md section 11)."""
+    return (r.config.num_blocks - pool_active(r) - (r.header.running_completion - r.header.running_blocks)
+            - r.header.promised_blocks)
+
+
+cdef inline int32_t first_materialised(const rank_t* r) noexcept nogil:
+    """First waiting request whose prompt came with a handoff, or NO_SLOT."""
+    cdef int32_t slot = r.header.waiting_head
+    if r.header.num_materialised == 0:
+        return NO_SLOT
+    while not r.requests[slot].flags & MATERIALISED:
+        slot = r.requests[slot].next
+    return slot
+
+
 cdef int gate(rank_t* r, int32_t slot, int64_t active_hits, int64_t* needed) noexcept nogil:
     """Spec/vllm.md sections 5 and 11: may the request at the head enter?"""
     cdef const request_t* q = &r.requests[slot]
@@ -335,7 +421,7 @@ cdef int gate(rank_t* r, int32_t slot, int64_t active_hits, int64_t* needed) noe
         needed[0] = completion_blocks(r, q)
         if needed[0] > c.num_blocks and q.status == WAITING:
             return REJECT
-        available = c.num_blocks - pool_active(r) - (r.header.running_completion - r.header.running_blocks)
+        available = uncommitted_blocks(r)
     else:
         needed[0] = blocks_of(r, q.length)
         if needed[0] > c.num_blocks and q.status == WAITING:
@@ -347,7 +433,12 @@ cdef int gate(rank_t* r, int32_t slot, int64_t active_hits, int64_t* needed) noe
 
 
 cdef int schedule_waiting(rank_t* r) noexcept nogil:
-    """Admissions in queue order; a blocked head blocks all behind it (spec/vllm.md section 4.3)."""
+    """Admissions in queue order; a blocked head blocks all behind it (spec/vllm.md section 4.3).
+
+    A destination without capacity has a claim to what becomes free: while there
+    is one, only requests that own their blocks already may enter. They also
+    pass a blocked head if nobody else owns anything: it is them it waits for.
+    """
     cdef pass_t* p = &r.p
     cdef header_t* h = r.header
     cdef const config_t* c = r.config
@@ -363,21 +454,31 @@ cdef int schedule_waiting(rank_t* r) noexcept nogil:
             return PASS_FAILED
     while not p.preempted_any and h.num_running < c.max_running and h.waiting_head != NO_SLOT:
         slot = h.waiting_head
-        if c.max_model_len > 0 and r.requests[slot].num_input >= c.max_model_len:
-            reject(r, slot, MODEL_LENGTH, r.requests[slot].num_input)
-            continue
-        adjusted_cost(r, slot, &cached, &active)
-        decision = gate(r, slot, active, &needed)
-        # What can never run is not the policy's to decide: it would come and go for ever.
-        if c.ask_admission and decision != REJECT and needed <= c.num_blocks and not r.requests[slot].flags & OUTGROWN:
-            decision = r.ask_admission(r, slot)
-            if decision < 0:
-                return PASS_FAILED
-        if decision == REJECT:
-            reject(r, slot, POOL_TOO_SMALL, needed)
-            continue
-        if decision == WAIT:
-            break
+        if unlikely(h.num_pending > 0):
+            slot = first_materialised(r)
+            if slot == NO_SLOT:
+                break
+        cached = 0
+        if likely(not r.requests[slot].flags & MATERIALISED):
+            if c.max_model_len > 0 and r.requests[slot].num_input >= c.max_model_len:
+                reject(r, slot, MODEL_LENGTH, r.requests[slot].num_input)
+                continue
+            adjusted_cost(r, slot, &cached, &active)
+            decision = gate(r, slot, active, &needed)
+            # What can never run is not the policy's to decide: it would come and go for ever.
+            if (c.ask_admission and decision != REJECT and needed <= c.num_blocks
+                    and not r.requests[slot].flags & OUTGROWN):
+                decision = r.ask_admission(r, slot)
+                if decision < 0:
+                    return PASS_FAILED
+            if decision == REJECT:
+                reject(r, slot, POOL_TOO_SMALL, needed)
+                continue
+            if decision == WAIT:
+                if likely(h.num_materialised == 0) or h.num_running + h.num_held_destinations + h.num_held_sources > 0:
+                    break
+                slot = first_materialised(r)
+                cached = 0
         result = schedule(r, slot, True, cached)
         h = r.header
         c = r.config
@@ -386,6 +487,8 @@ cdef int schedule_waiting(rank_t* r) noexcept nogil:
         if result != SCHEDULED:
             break
         waiting_remove(r, slot)
+        if unlikely(r.requests[slot].flags & MATERIALISED):
+            materialised_leave(r, slot)
         running_append(r, slot)
         a = &r.admissions[r.num_admissions]
         r.num_admissions += 1
@@ -669,4 +772,7 @@ cdef int paged_stuck(const rank_t* r, int32_t* slot, int64_t* needed) noexcept n
     if not c.chunked and q.num_input > c.budget:
         needed[0] = q.num_input
         return BUDGET_TOO_SMALL
+    # Blocks of a handoff come back, and a destination without capacity gets some, when a command says so.
+    if r.header.num_pending + r.header.num_held_destinations + r.header.num_held_sources > 0:
+        return NO_REASON
     return NOT_ADMITTED

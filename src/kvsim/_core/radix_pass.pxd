@@ -5,7 +5,7 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 from kvsim._core.radix cimport cursor_t
 from kvsim._core.types cimport content_t, rank_t, request_t
 
-cdef int32_t radix_submit(
+cdef int32_t radix_open(
     rank_t* r, uint64_t id_hi, uint64_t id_lo, int64_t num_input, int64_t max_output, const content_t* content
 ) noexcept nogil
 cdef void radix_cancel(rank_t* r, int32_t slot) noexcept nogil
@@ -13,6 +13,12 @@ cdef int radix_schedule(rank_t* r, double now_ms) noexcept nogil
 cdef void radix_emit(rank_t* r) noexcept nogil
 cdef void radix_settle(rank_t* r) noexcept nogil
 cdef int radix_stuck(const rank_t* r, int32_t* slot, int64_t* needed) noexcept nogil
+
+cdef int64_t radix_reserve(rank_t* r, int32_t slot) noexcept nogil
+cdef void radix_activate(rank_t* r, int32_t slot) noexcept nogil
+cdef void radix_free_source(rank_t* r, int32_t slot) noexcept nogil
+cdef void radix_free_destination(rank_t* r, int32_t slot) noexcept nogil
+cdef int radix_misfit(const rank_t* r, int64_t num_input, int64_t max_output, int64_t* needed) noexcept nogil
 
 cdef int64_t pages_of(const rank_t* r, int64_t tokens) noexcept nogil
 cdef int64_t page_ceil(const rank_t* r, int64_t tokens) noexcept nogil

@@ -9,12 +9,13 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.string cimport memset
 
 from kvsim._core.events cimport event_add, event_open
+from kvsim._core.handoff cimport prebuilt_push
 from kvsim._core.metrics cimport moments_add
 from kvsim._core.radix cimport (
     cursor_advance, cursor_t, radix_evict, radix_insert, radix_lock, radix_match, radix_match_length, radix_unlock,
 )
 from kvsim._core.requests cimport (
-    row_open, row_queue, row_release, running_append, running_delete, running_index, running_leave, waiting_link,
+    row_open, row_release, running_append, running_delete, running_index, running_leave, waiting_link,
     waiting_remove,
 )
 from kvsim._core.rng cimport rng_accept
@@ -200,10 +201,10 @@ cdef bint lease_release(rank_t* r, int32_t slot) noexcept nogil:
 
 # ---------------------------------------------------------------- entering and leaving
 
-cdef int32_t radix_submit(
+cdef int32_t radix_open(
     rank_t* r, uint64_t id_hi, uint64_t id_lo, int64_t num_input, int64_t max_output, const content_t* content
 ) noexcept nogil:
-    """Queue a request and return its row. The caller has checked that the id is not active."""
+    """A row for a request that is in no queue yet. The caller has checked that the id is not active."""
     cdef int64_t limit = r.config.max_model_len
     cdef bint late = limit > 0 and num_input >= limit
     cdef int32_t slot
@@ -213,7 +214,6 @@ cdef int32_t radix_submit(
     memset(&r.leases[slot], 0, sizeof(lease_t))
     r.leases[slot].late = late
     r.radix.late_requests += late
-    row_queue(r, slot)
     return slot
 
 
@@ -235,6 +235,27 @@ cdef void radix_cancel(rank_t* r, int32_t slot) noexcept nogil:
         row_release(r, slot)
     else:
         drop_waiting(r, slot)
+
+
+cdef int64_t radix_reserve(rank_t* r, int32_t slot) noexcept nogil:
+    return -1
+
+
+cdef void radix_activate(rank_t* r, int32_t slot) noexcept nogil:
+    prebuilt_push(r, slot)
+
+
+cdef void radix_free_source(rank_t* r, int32_t slot) noexcept nogil:
+    lease_release(r, slot)
+
+
+cdef void radix_free_destination(rank_t* r, int32_t slot) noexcept nogil:
+    lease_release(r, slot)
+
+
+cdef int radix_misfit(const rank_t* r, int64_t num_input, int64_t max_output, int64_t* needed) noexcept nogil:
+    needed[0] = pages_of(r, num_input)
+    return POOL_TOO_SMALL if needed[0] > r.config.num_blocks else NO_REASON
 
 
 cdef void reject_late(rank_t* r) noexcept nogil:

@@ -4,8 +4,8 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.string cimport memmove, memset
 
 from kvsim._core.types cimport (
-    BY_SCORE, GROW_REQUESTS, NO_BLOCK, NO_SLOT, PREEMPTED, RUNNING, SCORED, WAITING, content_t, header_t, rank_t,
-    request_t, unlikely,
+    ACTIVATED, BY_SCORE, GROW_REQUESTS, HANDOFF, NO_BLOCK, NO_SLOT, PREEMPTED, RUNNING, SCORED, WAITING, content_t,
+    handoff_t, header_t, rank_t, request_t, unlikely,
 )
 
 
@@ -69,6 +69,8 @@ cdef inline int32_t row_take(rank_t* r) noexcept nogil:
 
 cdef inline void row_release(rank_t* r, int32_t slot) noexcept nogil:
     id_remove(r, slot)
+    if unlikely(r.requests[slot].flags & HANDOFF):
+        memset(&r.handoffs[slot], 0, sizeof(handoff_t))
     memset(&r.requests[slot], 0, sizeof(request_t))
     r.requests[slot].next = r.header.free_request
     r.header.free_request = slot
@@ -77,16 +79,21 @@ cdef inline void row_release(rank_t* r, int32_t slot) noexcept nogil:
 
 # ---------------------------------------------------------------- waiting
 
+cdef inline void requeued_count(rank_t* r, int64_t n, int64_t sign) noexcept nogil:
+    """Account a waiting request of `n` tokens whose next step is a decode, as far as metrics are concerned."""
+    cdef header_t* h = r.header
+    h.requeued_count += sign
+    h.requeued_sum += sign * n
+    h.requeued_squares += sign * n * n
+
+
 cdef inline void waiting_count(rank_t* r, const request_t* q, int64_t sign) noexcept nogil:
     """Account a waiting request in the sums behind the queue metrics."""
     cdef header_t* h = r.header
     cdef int64_t n
     h.num_waiting += sign
-    if q.status == PREEMPTED:
-        n = q.length
-        h.requeued_count += sign
-        h.requeued_sum += sign * n
-        h.requeued_squares += sign * n * n
+    if q.status == PREEMPTED or q.flags & ACTIVATED:
+        requeued_count(r, q.length, sign)
     else:
         n = q.num_input
         h.queued_count += sign

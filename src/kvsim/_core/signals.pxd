@@ -6,8 +6,8 @@ from libc.string cimport memmove, memset
 from kvsim._core.content cimport synthetic_token
 from kvsim._core.metrics cimport welford_add
 from kvsim._core.types cimport (
-    COMPLETED, GROW_PRESSURES, GROW_SIGNALS, HAS_CACHED, HAS_TOKEN, NO_REASON, SIGNALLED, content_t, header_t, pass_t, pressure_t, rank_t, request_t,
-    signal_t, unlikely,
+    COMPLETED, FAILED, GROW_PRESSURES, GROW_SIGNALS, HANDOFF, HAS_CACHED, HAS_TOKEN, HELD, NO_REASON, REJECTED,
+    SIGNALLED, SOURCE_REGISTERED, content_t, header_t, pass_t, pressure_t, rank_t, request_t, signal_t, unlikely,
 )
 
 
@@ -57,6 +57,9 @@ cdef inline signal_t* signal(rank_t* r, int32_t slot, int32_t flags, int32_t rea
     s.needed = needed
     s.generated = q.generated
     s.preemptions = q.preemptions
+    if (unlikely(q.flags & HANDOFF) and flags & COMPLETED and not flags & (REJECTED | FAILED)
+            and r.handoffs[slot].role == SOURCE_REGISTERED):
+        s.flags |= HELD
     if not q.flags & SIGNALLED:
         q.flags |= SIGNALLED
         if q.cached_prefix >= 0:

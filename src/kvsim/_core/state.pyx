@@ -22,8 +22,10 @@ from kvsim import layout
 from kvsim.errors import CommandError, SnapshotError, TimingError
 from kvsim._core.metrics cimport kvsim_variance, moments_variance
 from kvsim._core.engine cimport (
-    engine_active, engine_cancel, engine_emit, engine_events_shown, engine_fail_stuck, engine_schedule,
-    engine_stuck, engine_submit, engine_visible_events,
+    engine_activate, engine_active, engine_cancel, engine_cancel_destination, engine_cancel_source, engine_drained,
+    engine_emit, engine_empty, engine_events_shown, engine_fail_stuck, engine_register_source, engine_release_source,
+    engine_reserve, engine_reserve_error, engine_retry, engine_schedule, engine_stuck, engine_submit,
+    engine_visible_events, engine_waiting,
 )
 from kvsim._core.pool cimport pool_active
 from kvsim._core.radix cimport (
@@ -35,9 +37,10 @@ from kvsim._core.rng cimport rng_seed
 from kvsim._core.signals cimport progressed
 from kvsim._core.timing cimport kvsim_modelled_ms
 from kvsim._core.types cimport (
-    GROW_EVENT_BLOCKS, GROW_EVENTS, GROW_NODES, GROW_PRESSURES, GROW_REQUESTS, GROW_RUNS, GROW_SIGNALS, GROW_TABLES,
-    NO_BLOCK, NO_SLOT, PASS_OK, RADIX, admission_t, block_t, config_t, content_t, event_block_t, event_t, header_t,
-    lease_t, node_t, pressure_t, profile_t, radix_t, rank_t, request_t, run_t, signal_t, slot_t,
+    DESTINATION_PENDING, GROW_EVENT_BLOCKS, GROW_EVENTS, GROW_NODES, GROW_PRESSURES, GROW_REQUESTS, GROW_RUNS,
+    GROW_SIGNALS, GROW_TABLES, NO_BLOCK, NO_ROLE, NO_SLOT, PASS_OK, RADIX, admission_t, block_t, config_t, content_t,
+    event_block_t, event_t, handoff_t, header_t, lease_t, node_t, pressure_t, profile_t, radix_t, rank_t, request_t,
+    run_t, signal_t, slot_t,
 )
 from kvsim._core.xxh3 cimport xxh3_64
 
@@ -49,6 +52,7 @@ _SECTIONS = {
     "header": layout.HEADER,
     "running": np.dtype("<i4"),
     "requests": layout.REQUEST,
+    "handoffs": layout.HANDOFF,
     "ids": np.dtype("<i4"),
     "free_stack": np.dtype("<i4"),
     "blocks": layout.BLOCK,
@@ -154,7 +158,7 @@ cdef class RankState:
         self._timing = timing
         self._set_profile(profile)
         sizes = {
-            "config": 1, "header": 1, "running": 64, "requests": 64, "ids": 128, "free_stack": blocks,
+            "config": 1, "header": 1, "running": 64, "requests": 64, "handoffs": 64, "ids": 128, "free_stack": blocks,
             "blocks": blocks + 1, "slots": power_of_two(2 * blocks) if config["caching"][0] else 1,
             "tables": 4096, "events": 64 if config["emit_events"][0] else 1,
             "event_blocks": 256 if config["emit_events"][0] else 1,
@@ -190,6 +194,7 @@ cdef class RankState:
         r.header = <header_t*>(base + <int64_t>o["header"][0])
         r.running = <int32_t*>(base + <int64_t>o["running"][0])
         r.requests = <request_t*>(base + <int64_t>o["requests"][0])
+        r.handoffs = <handoff_t*>(base + <int64_t>o["handoffs"][0])
         r.ids = <int32_t*>(base + <int64_t>o["ids"][0])
         r.free_stack = <int32_t*>(base + <int64_t>o["free_stack"][0])
         r.blocks = <block_t*>(base + <int64_t>o["blocks"][0])
@@ -273,6 +278,10 @@ cdef class RankState:
         r.header.waiting_head = NO_SLOT
         r.header.waiting_tail = NO_SLOT
         r.header.free_request = NO_SLOT
+        r.header.pending_head = NO_SLOT
+        r.header.pending_tail = NO_SLOT
+        r.header.prebuilt_head = NO_SLOT
+        r.header.prebuilt_tail = NO_SLOT
         for i in range(32):
             r.header.table_free[i] = NO_BLOCK
         rng_seed(&r.header.rng, seed)
@@ -299,7 +308,7 @@ cdef class RankState:
             return 0
         sizes = {name: size for name, (_, size) in self._offsets.items()}
         if what == GROW_REQUESTS:
-            sizes["requests"] = sizes["running"] = power_of_two(need)
+            sizes["requests"] = sizes["handoffs"] = sizes["running"] = power_of_two(need)
             sizes["ids"] = 2 * sizes["requests"]
             if r.config.engine == RADIX:
                 sizes["leases"] = sizes["requests"]
@@ -469,6 +478,88 @@ cdef class RankState:
         engine_cancel(&self.r, slot)
         self._contents[slot] = None
 
+    # ------------------------------------------------------------ handoff
+
+    def register_source(self, int32_t slot, uint64_t hi, uint64_t lo):
+        """The request just submitted is the source of handoff (hi, lo): held when it completes."""
+        engine_register_source(&self.r, slot, hi, lo)
+
+    def release_source(self, int32_t slot):
+        """A source need not be held, or no longer; true if its row is gone."""
+        cdef bint gone = engine_release_source(&self.r, slot)
+        if gone:
+            self._contents[slot] = None
+        return gone
+
+    def cancel_source(self, int32_t slot):
+        """Give up a source, registered or held."""
+        engine_cancel_source(&self.r, slot)
+        self._contents[slot] = None
+
+    def reserve_error(self, int64_t num_input, int64_t max_output):
+        """(FailReason value, blocks or tokens needed) of a destination that could never be reserved; reason 0: none."""
+        cdef int64_t needed = 0
+        cdef int reason = engine_reserve_error(&self.r, num_input, max_output, &needed)
+        return reason, needed
+
+    def reserve(
+        self, uint64_t id_hi, uint64_t id_lo, int64_t num_input, int64_t max_output, content, uint64_t hi, uint64_t lo
+    ):
+        """Register the destination of handoff (hi, lo), which waits for capacity; returns its row. `content` as for `submit`."""
+        cdef content_t c
+        cdef int32_t slot
+        self._outgrown.clear()
+        self._fill_content(&c, content)
+        slot = engine_reserve(&self.r, id_hi, id_lo, num_input, max_output, &c, hi, lo)
+        self._contents[slot] = content
+        return slot
+
+    def retry(self):
+        """Try to reserve for the first pending destination: its row, -1 if none was reserved."""
+        if self.r.header.num_pending == 0:
+            return NO_SLOT
+        self._outgrown.clear()
+        return engine_retry(&self.r)
+
+    def activate(self, int32_t slot):
+        """The prompt of a held destination has arrived."""
+        self._outgrown.clear()
+        engine_activate(&self.r, slot)
+
+    def cancel_destination(self, int32_t slot):
+        """Give up a destination, pending, held or active."""
+        engine_cancel_destination(&self.r, slot)
+        self._contents[slot] = None
+
+    def find_handoff(self, uint64_t hi, uint64_t lo, bint destination):
+        """Row of the source or destination half of a handoff, -1 if there is none. O(rows)."""
+        cdef const handoff_t* half
+        cdef int32_t slot
+        for slot in range(<int32_t>self.r.header.high_water):
+            half = &self.r.handoffs[slot]
+            if (half.handoff_lo == lo and half.handoff_hi == hi and half.role != NO_ROLE
+                    and (half.role >= DESTINATION_PENDING) == destination):
+                return slot
+        return NO_SLOT
+
+    def role(self, int32_t slot):
+        """`HandoffRole` value of a row."""
+        return self.r.handoffs[slot].role
+
+    def handoff(self, int32_t slot):
+        """(handoff id, request id, prompt tokens, transferable tokens) of a half of a handoff; ids as (upper, lower)."""
+        cdef const handoff_t* half = &self.r.handoffs[slot]
+        cdef const request_t* q = &self.r.requests[slot]
+        return (half.handoff_hi, half.handoff_lo), (q.id_hi, q.id_lo), q.num_input, half.transferable
+
+    def empty(self):
+        """Whether no request waits or runs."""
+        return engine_empty(&self.r)
+
+    def drained(self):
+        """Whether there is no request and no half of a handoff."""
+        return engine_drained(&self.r)
+
     def reorder(self, slots):
         """Put the waiting requests in the order of `slots`, which must name each of them once."""
         cdef int32_t slot
@@ -600,18 +691,20 @@ cdef class RankState:
     def metrics(self):
         """Occupancy: (active, inactive, total, running, waiting, preemptions)."""
         cdef header_t* h = self.r.header
-        return (engine_active(&self.r), h.num_inactive, self.r.config.num_blocks, h.num_running, h.num_waiting,
-                h.preemptions_total)
+        return (engine_active(&self.r), h.num_inactive, self.r.config.num_blocks, h.num_running,
+                engine_waiting(&self.r), h.preemptions_total)
 
     def fpm(self):
         """Forward-pass metrics of the last pass without its duration, in contract order."""
         cdef rank_t* r = &self.r
         cdef header_t* h = r.header
+        cdef int64_t count = h.requeued_count + h.num_pending + h.num_held_destinations
+        cdef int64_t sum = h.requeued_sum + h.expected_sum
         return (
             r.p.prefill.count, r.p.prefill_tokens, moments_variance(&r.p.prefill), r.p.prefill_kv_tokens,
             r.p.decode.count, r.p.decode.sum, moments_variance(&r.p.decode),
             h.queued_count, h.queued_sum, kvsim_variance(h.queued_count, h.queued_sum, h.queued_squares),
-            h.requeued_count, h.requeued_sum, kvsim_variance(h.requeued_count, h.requeued_sum, h.requeued_squares),
+            count, sum, kvsim_variance(count, sum, h.requeued_squares + h.expected_squares),
         )
 
     # ------------------------------------------------------------ looking in
@@ -620,8 +713,8 @@ cdef class RankState:
         """Rows in use of each section; what lies beyond them means nothing."""
         cdef header_t* h = self.r.header
         used = {
-            "config": 1, "header": 1, "running": h.num_running, "requests": h.high_water, "ids": self.r.mask_ids + 1,
-            "free_stack": h.num_free, "blocks": self.r.config.num_blocks, "slots": self.r.mask_slots + 1,
+            "config": 1, "header": 1, "running": h.num_running, "requests": h.high_water,
+            "handoffs": h.high_water, "ids": self.r.mask_ids + 1, "free_stack": h.num_free, "blocks": self.r.config.num_blocks, "slots": self.r.mask_slots + 1,
             "tables": h.table_used, "events": h.num_events, "event_blocks": h.num_event_blocks,
             "radix": 0, "leases": 0, "nodes": 0, "runs": 0, "node_index": 0, "evict_heap": 0,
         }
@@ -774,7 +867,7 @@ cdef class RankState:
     def digest(self):
         """64-bit hash of the state in use; equal states have equal digests, whatever their capacities."""
         cdef uint64_t h = 0
-        names = ["config", "header", "running", "requests", "events", "event_blocks"]
+        names = ["config", "header", "running", "requests", "handoffs", "events", "event_blocks"]
         if self.r.config.engine == RADIX:
             names += ["radix", "leases", "nodes", "evict_heap", "runs"]
         else:
@@ -808,6 +901,7 @@ def check_layout():
     cdef config_t config
     cdef header_t header
     cdef request_t request
+    cdef handoff_t handoff
     cdef block_t block
     cdef slot_t slot
     cdef event_t event
@@ -820,8 +914,8 @@ def check_layout():
     cdef node_t node
     cdef run_t run
     sizes = {
-        "CONFIG": sizeof(config_t), "HEADER": sizeof(header_t), "REQUEST": sizeof(request_t), "BLOCK": sizeof(block_t),
-        "HASH_SLOT": sizeof(slot_t), "EVENT": sizeof(event_t), "EVENT_BLOCK": sizeof(event_block_t),
+        "CONFIG": sizeof(config_t), "HEADER": sizeof(header_t), "REQUEST": sizeof(request_t),
+        "HANDOFF": sizeof(handoff_t), "BLOCK": sizeof(block_t), "HASH_SLOT": sizeof(slot_t), "EVENT": sizeof(event_t), "EVENT_BLOCK": sizeof(event_block_t),
         "SIGNAL": sizeof(signal_t), "ADMISSION": sizeof(admission_t), "PRESSURE": sizeof(pressure_t),
         "RADIX": sizeof(radix_t), "LEASE": sizeof(lease_t), "NODE": sizeof(node_t), "RUN": sizeof(run_t),
     }
@@ -840,6 +934,9 @@ def check_layout():
         elif name == "REQUEST":
             memcpy(&request, data, size)
             fields = request
+        elif name == "HANDOFF":
+            memcpy(&handoff, data, size)
+            fields = handoff
         elif name == "BLOCK":
             memcpy(&block, data, size)
             fields = block

@@ -42,11 +42,26 @@ cdef enum request_status:
     WAITING = 1
     RUNNING = 2
     PREEMPTED = 3  # waiting again, has generated or computed before
+    # Halves of a handoff that no pass looks at.
+    HELD_SOURCE = 4          # complete, its blocks are kept for the destination
+    PENDING_DESTINATION = 5  # waits for capacity
+    HELD_DESTINATION = 6     # owns blocks for its prompt, whose content is on its way
 
 cdef enum request_flag:
     SIGNALLED = 1  # its first output signal is out
     OUTGROWN = 2   # had the whole pool to itself and still could not grow
     SCORED = 4     # `score` was given by the policy
+    HANDOFF = 8    # one half of a handoff: its row of `handoffs` is in use
+    ACTIVATED = 16     # a destination whose prompt has arrived
+    MATERIALISED = 32  # activated and not admitted yet: enters without prefill
+
+cdef enum handoff_role:
+    NO_ROLE = 0
+    SOURCE_REGISTERED = 1
+    SOURCE_HELD = 2
+    DESTINATION_PENDING = 3
+    DESTINATION_HELD = 4
+    DESTINATION_ACTIVE = 5
 
 cdef enum engine_kind:
     PAGED = 0      # vLLM, TensorRT-LLM
@@ -93,6 +108,7 @@ cdef enum signal_flag:
     REJECTED = 4
     FAILED = 8
     HAS_CACHED = 16
+    HELD = 32      # with COMPLETED: a source, whose blocks are kept
 
 cdef enum fail_reason:
     NO_REASON = 0
@@ -150,6 +166,8 @@ cdef struct config_t:  # constants of the rank; one row
     int32_t engine                # engine_kind
     int32_t lpm                   # radix: longest prefix match first
     int32_t legacy                # radix: generation `dynamo-1.3`
+    int32_t keeps_place           # paged: an activated destination waits where it came, else at the end
+    int32_t unused
     int64_t max_prefill           # radix: computed prompt tokens per pass
     int64_t chunk                 # radix: chunk budget per pass
     int64_t clip                  # radix: output tokens reserved at most
@@ -180,10 +198,18 @@ cdef struct header_t:  # every scalar of the rank; one row
     int64_t queued_count          # waiting, never preempted: number, sum and sum of squares of prompt lengths
     int64_t queued_sum
     int64_t queued_squares
-    int64_t requeued_count        # preempted and waiting: of whole lengths
+    int64_t requeued_count        # preempted or activated, and waiting: of whole lengths
     int64_t requeued_sum
     int64_t requeued_squares
     int64_t committed_prefill_tokens
+    int64_t num_held_sources
+    int64_t num_pending           # destinations without capacity
+    int64_t num_held_destinations
+    int64_t num_materialised
+    int64_t expected_sum          # pending and held destinations: sum and sum of squares of prompt lengths
+    int64_t expected_squares
+    int64_t promised_blocks       # TO_COMPLETION: blocks for outputs of held and materialised destinations
+    int64_t reserve_attempts
     int64_t duration_count        # Welford over pass durations
     double duration_sum
     double duration_mean
@@ -192,6 +218,10 @@ cdef struct header_t:  # every scalar of the rank; one row
     int32_t waiting_tail
     int32_t free_request          # head of the list of unused rows
     int32_t effect_free           # the last pass changed nothing
+    int32_t pending_head          # destinations without capacity, first come first served
+    int32_t pending_tail
+    int32_t prebuilt_head         # radix: materialised requests in order of activation
+    int32_t prebuilt_tail
     int32_t table_free[TABLE_CLASSES]  # heads of the free spans of 2**k entries
     rng_t rng                     # acceptance draws
 
@@ -218,7 +248,7 @@ cdef struct request_t:  # 128 bytes: what a decode step touches lies in the firs
     uint64_t id_lo
     int64_t waiting_order
     double score
-    int32_t next                  # waiting list, or list of unused rows
+    int32_t next                  # waiting, pending or prebuilt list, or list of unused rows
     int32_t prev
     int32_t sched_prompt          # prompt tokens scheduled in pass `stamp`
     int32_t hashed                # leading blocks whose hash is known
@@ -226,6 +256,13 @@ cdef struct request_t:  # 128 bytes: what a decode step touches lies in the firs
     int32_t cached_prefix         # reuse of the first admission, -1: not admitted yet
     int32_t max_output
     int32_t reused                # reuse of the last admission
+
+cdef struct handoff_t:  # the half of a handoff that a request is, by request row; 32 bytes
+    uint64_t handoff_hi
+    uint64_t handoff_lo
+    int64_t attempted             # capacity generation of the last reservation attempt, -1: none
+    int32_t role                  # handoff_role
+    int32_t transferable          # destination: prompt tokens of the blocks that were not found here
 
 cdef struct block_t:  # 32 bytes
     uint64_t hash
@@ -455,6 +492,7 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     config_t* config
     header_t* header
     request_t* requests
+    handoff_t* handoffs
     int32_t* running
     int32_t* ids                  # id -> row, linear probing
     int32_t* tables               # heap of block tables
