@@ -10,15 +10,19 @@ import pytest
 
 from kvsim.config import EngineConfig, FixedTiming, SglangConfig
 from kvsim.contract import (
+    ActivateDestination,
     Applied,
     CancelDestination,
     CancelRequest,
     DestinationAccepted,
     DestinationReserved,
     Noop,
+    ReleaseSource,
     Request,
     ReserveDestination,
+    SourceHeld,
     Submit,
+    SubmitHandoffPrefill,
 )
 from kvsim.errors import CommandError, ConfigError, IntegrityError, PoisonedError, TimingError
 from kvsim.layout import FailReason, Pool
@@ -219,6 +223,23 @@ def test_b13_a_pass_that_only_queues_is_no_progress() -> None:
     assert (rank.busy, rank.in_flight, rank.ready, rank.drained) == (False, 1, True, False)
 
 
+def test_d21_the_tokens_of_a_burst_share_the_end_of_their_pass() -> None:
+    config = EngineConfig(
+        block_size=4,
+        aic_nextn=1,
+        aic_nextn_accept_rates="1",
+        timing_model=FixedTiming(prefill_ms=40.0, decode_ms=2.0),
+    )
+    driven = Driven(config)
+    driven.send(0, 1, 8, 3)
+    driven.send(0, 2, 8, 1)
+    first = driven.drive(0.0)
+    driven.deliver(first)
+    assert driven.tokens.times == {1: [40.0], 2: [40.0]}
+    driven.deliver(driven.drive(40.0))
+    assert driven.tokens.times == {1: [40.0, 42.0, 42.0], 2: [40.0]}
+
+
 # ---------------------------------------------------------------- scaling
 
 
@@ -333,6 +354,45 @@ def test_b16_a_pending_destination_keeps_a_marked_worker() -> None:
     assert component.workers.worker_count == 0
     assert component.ready | component.deferred == set()
     assert component.groups == component.ranks == [None]
+
+
+@pytest.mark.parametrize("backend", ["vllm", "sglang", "trtllm"])
+def test_a_request_is_handed_from_a_prefill_worker_to_a_decode_worker(backend: Any) -> None:
+    config = EngineConfig(
+        backend=backend, num_gpu_blocks=64, block_size=4, timing_model=FixedTiming(prefill_ms=10.0, decode_ms=4.0)
+    )
+    source = Driven(config, role="prefill", visible=False)
+    target = Driven(config, role="decode", dp_size=2)
+    prompt = list(range(10))
+    source.component.apply_command(0, SubmitHandoffPrefill(5, Request(1, prompt, 1)), 0.0)
+    effects = source.drive(0.0)
+    source.deliver(effects)
+    (shown,) = (completion.effects for completion in effects.scheduled)
+    assert [type(event) for event in shown.lifecycle_events] == [SourceHeld]
+    assert [output.completed for output in shown.outputs] == [True]
+    assert source.component.in_flight == 0
+    assert not source.component.drained
+    assert source.component.apply_target_count(0).newly_marked == (0,)
+    assert source.component.remove_drained() == ()
+
+    reserved = target.component.apply_command(1, ReserveDestination(5, Request(1, prompt, 2)), 10.0)
+    assert reserved.lifecycle_events == [DestinationReserved(5, 1, 12)]
+    assert target.component.in_flight == 1
+    assert not target.drive(10.0)
+    assert target.component.ready | target.component.deferred == set()  # only a command can make it go on
+    assert target.component.apply_command(1, ActivateDestination(5), 15.0).result == Applied()
+    assert target.component.ready == {0}
+    assert source.component.apply_command(0, ReleaseSource(5), 15.0).result == Applied()
+    assert source.component.remove_drained() == (0,)
+
+    now = 15.0
+    while effects := target.drive(now):
+        assert effects.admissions == [] or [admission.request_id for admission in effects.admissions] == [1]
+        target.deliver(effects)
+        now = effects.end_ms
+    assert target.tokens.times == {1: [19.0, 23.0]}
+    assert target.component.drained
+    target.component.check_integrity()
 
 
 def test_a_marked_worker_leaves_when_its_last_rank_has() -> None:

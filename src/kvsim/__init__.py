@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         CommandError,
         ConfigError,
         IntegrityError,
+        InternalWorkDueError,
         KvsimError,
         PoisonedError,
         PolicyError,
@@ -50,9 +51,11 @@ if TYPE_CHECKING:
         TimingError,
         WorkloadError,
     )
+    from kvsim.group import EngineGroup
     from kvsim.layout import FailReason, RequestStatus
     from kvsim.policies import Directive, Policy, register_policy
     from kvsim.rank import RankSnapshot, SchedulerRank
+    from kvsim.replay.component import EngineComponent
     from kvsim.replay.pool import PoolSpec
     from kvsim.replay.scaling import ScalingPolicy
     from kvsim.replay.telemetry import TelemetryOptions
@@ -72,11 +75,14 @@ __all__ = [
     "CommandError",
     "ConfigError",
     "Directive",
+    "EngineComponent",
     "EngineConfig",
+    "EngineGroup",
     "ExternalTiming",
     "FailReason",
     "FixedTiming",
     "IntegrityError",
+    "InternalWorkDueError",
     "KvsimError",
     "NativeHostOffload",
     "NpzTiming",
@@ -129,12 +135,14 @@ _HOMES = {
         "Request ReserveDestination Submit SubmitHandoffPrefill TimingModel"
     ),
     "errors": (
-        "CommandError ConfigError IntegrityError KvsimError PoisonedError PolicyError SnapshotError TimingError "
-        "WorkloadError"
+        "CommandError ConfigError IntegrityError InternalWorkDueError KvsimError PoisonedError PolicyError "
+        "SnapshotError TimingError WorkloadError"
     ),
+    "group": "EngineGroup",
     "layout": "FailReason RequestStatus",
     "policies": "Directive Policy register_policy",
     "rank": "RankSnapshot SchedulerRank",
+    "replay.component": "EngineComponent",
     "replay.pool": "PoolSpec",
     "replay.scaling": "ScalingPolicy",
     "replay.telemetry": "TelemetryOptions",

@@ -1190,13 +1190,15 @@ cdef class Fleet:
         if progress:
             return 2
         worker.log_count -= 1
+        # The group tries again as long as any rank asks for it.
+        for i in range(w * self.dp_size, (w + 1) * self.dp_size):
+            if self.ranks[i].p.num_ready >= 0 and engine_retries(self.ranks[i]):
+                return 3
         # An idle rank whose head can never progress: end it here, so that those behind it run.
         for i in range(first, last):
             r = self.ranks[i]
             if r.p.num_ready < 0:
                 continue
-            if engine_retries(r):
-                return 3
             reason = engine_stuck(r, &slot, &needed)
             if reason != NO_REASON and reason != NOT_ADMITTED:
                 self.fail_head(w, i, now_ms)
