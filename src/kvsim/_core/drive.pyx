@@ -1191,7 +1191,7 @@ cdef class Fleet:
             return 2
         worker.log_count -= 1
         # The group tries again as long as any rank asks for it.
-        for i in range(w * self.dp_size, (w + 1) * self.dp_size):
+        for i in range(first, last):
             if self.ranks[i].p.num_ready >= 0 and engine_retries(self.ranks[i]):
                 return 3
         # An idle rank whose head can never progress: end it here, so that those behind it run.
