@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
@@ -140,3 +141,48 @@ def steps(lengths: Sequence[int] = tuple(LENGTHS)) -> st.SearchStrategy[tuple[An
 
 SCRIPTS = st.lists(steps(), min_size=6, max_size=40)
 RADIX_SCRIPTS = st.lists(steps(RADIX_LENGTHS), min_size=6, max_size=40)
+
+
+# ---------------------------------------------------------------- handoffs
+
+#: Few enough that they are used again, also on both halves of a rank at once.
+HANDOFF_IDS = st.sampled_from([1, 2, 3, 4, 5, 6, 2**64, 2**128 - 1])
+#: One of the handoffs that a command concerns, or any id at all.
+TARGETS = st.one_of(
+    st.tuples(st.just("any"), st.integers(0, 3)),
+    st.tuples(st.just("any"), st.integers(0, 3)),
+    st.tuples(st.just("id"), HANDOFF_IDS),
+)
+
+
+@st.composite
+def handoff_configs(draw: st.DrawFn, engine: st.SearchStrategy[EngineConfig]) -> EngineConfig:
+    """Configurations as for ranks without handoffs, more often of a half of a disaggregated system."""
+    config = draw(engine)
+    worker = draw(st.sampled_from([config.worker_type, "prefill", "decode", "decode"]))
+    mode = draw(st.sampled_from(["full_prompt", "destination_missing"]))
+    return msgspec.structs.replace(config, worker_type=worker, kv_transfer_timing_mode=mode)
+
+
+def handoff_steps(lengths: Sequence[int] = tuple(LENGTHS)) -> st.SearchStrategy[tuple[Any, ...]]:
+    """Steps of a script with every command of a rank."""
+
+    def new(action: str) -> st.SearchStrategy[tuple[Any, ...]]:
+        return st.tuples(st.just(action), st.tuples(st.just("id"), HANDOFF_IDS), requests(lengths))
+
+    known = ("activate", "activate", "activate", "release", "cancel_source", "cancel_destination")
+    return st.one_of(
+        steps(lengths),
+        st.just(("pass",)),
+        st.just(("execute",)),
+        new("source"),
+        new("source"),
+        new("reserve"),
+        new("reserve"),
+        new("reserve"),
+        *(st.tuples(st.just(action), TARGETS) for action in known),
+    )
+
+
+HANDOFF_SCRIPTS = st.lists(handoff_steps(), min_size=15, max_size=60)
+RADIX_HANDOFF_SCRIPTS = st.lists(handoff_steps(RADIX_LENGTHS), min_size=15, max_size=60)

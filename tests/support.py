@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,22 +14,32 @@ import pytest
 
 from kvsim.config import EngineConfig
 from kvsim.contract import (
+    ActivateDestination,
+    CancelDestination,
     CancelRequest,
+    CancelSource,
     Command,
     CommandContext,
     CommandEffects,
+    DestinationAccepted,
+    DestinationReserved,
     KvEvent,
+    Noop,
     Output,
     PassCompletionEffects,
     RankIdentity,
     RankPass,
+    ReleaseSource,
     Request,
+    ReserveDestination,
     SameTimestampRetry,
     Stored,
     Submit,
+    SubmitHandoffPrefill,
     id_to_int,
 )
 from kvsim.errors import CommandError
+from kvsim.layout import HandoffRole
 from kvsim.rank import KvEvents, SchedulerRank
 from model.paged import PagedModel
 from model.sglang import SglangModel
@@ -54,7 +64,7 @@ def paged_state(rank: SchedulerRank) -> dict[str, Any]:
     def hash_of(block: int) -> int | None:
         return int(blocks[block]["hash"]) if blocks[block]["hashed"] else None
 
-    live = {id_of(slot): requests[slot] for slot in range(len(requests)) if requests[slot]["status"]}
+    live = {id_of(slot): requests[slot] for slot in range(len(requests)) if requests[slot]["status"] in STATUS}
     copies: dict[int, int] = {}
     for row in blocks:
         if row["hashed"]:
@@ -82,6 +92,58 @@ def paged_state(rank: SchedulerRank) -> dict[str, Any]:
         "copies": dict(sorted(copies.items())),
         "preemptions_total": int(header["preemptions_total"]),
         "next_event_id": int(header["next_event_id"]),
+        "handoffs": handoff_state(rank),
+        "held_blocks": {
+            request_id: [hash_of(block) for block in rank.block_table(request_id)]
+            for request_id in parked_ids(rank, HandoffRole.SOURCE_HELD)
+        },
+        "reserved_blocks": {
+            request_id: reserved_blocks([hash_of(block) for block in rank.block_table(request_id)])
+            for request_id in parked_ids(rank, HandoffRole.DESTINATION_HELD)
+        },
+    }
+
+
+def reserved_blocks(hashes: list[int | None]) -> tuple[list[int], int]:
+    """(hashes of the prefix that was found, fresh blocks) of a held destination."""
+    prefix = [block_hash for block_hash in hashes if block_hash is not None]
+    assert None not in hashes[: len(prefix)]
+    return prefix, len(hashes) - len(prefix)
+
+
+def parked_ids(rank: SchedulerRank, role: HandoffRole) -> list[int]:
+    """Ids of the requests with a role, in rising order."""
+    requests, halves = rank.requests, rank._state.view("handoffs")
+    slots = np.flatnonzero(halves["role"][: len(requests)] == role)
+    return sorted(int(row["id_hi"]) << 64 | int(row["id_lo"]) for row in requests[slots])
+
+
+def handoff_state(rank: SchedulerRank) -> dict[str, Any]:
+    """The dictionary of the twin's `Handoffs.state()`."""
+    requests, halves, header = rank.requests, rank._state.view("handoffs"), rank.header[0]
+
+    def pair_of(slot: int) -> tuple[int, int]:
+        row, half = requests[slot], halves[slot]
+        handoff_id = int(half["handoff_hi"]) << 64 | int(half["handoff_lo"])
+        return handoff_id, int(row["id_hi"]) << 64 | int(row["id_lo"])
+
+    def pairs(role: HandoffRole) -> list[tuple[int, int]]:
+        return sorted(pair_of(slot) for slot in np.flatnonzero(halves["role"][: len(requests)] == role).tolist())
+
+    pending, slot = [], int(header["pending_head"])
+    blocked = slot >= 0 and int(halves[slot]["attempted"]) == int(header["capacity_generation"])
+    while slot >= 0:
+        pending.append(pair_of(slot))
+        slot = int(requests[slot]["next"])
+    assert sorted(pending) == pairs(HandoffRole.DESTINATION_PENDING)
+    return {
+        "registered": pairs(HandoffRole.SOURCE_REGISTERED),
+        "held": pairs(HandoffRole.SOURCE_HELD),
+        "pending": pending,
+        "head_waits_for_capacity": blocked,
+        "reserved": pairs(HandoffRole.DESTINATION_HELD),
+        "active": pairs(HandoffRole.DESTINATION_ACTIVE),
+        "attempts": int(header["reserve_attempts"]),
     }
 
 
@@ -114,12 +176,19 @@ def radix_state(rank: SchedulerRank) -> dict[str, Any]:
             for keys, child in below
         ]
 
-    live = requests[requests["status"] != 0]
+    prebuilt, slot = [], int(rank.header[0]["prebuilt_head"])
+    while slot >= 0:
+        prebuilt.append(id_of(slot))
+        slot = int(requests[slot]["next"])
+    held = [HandoffRole.SOURCE_HELD, HandoffRole.DESTINATION_HELD]
+    parked = np.flatnonzero(np.isin(state.view("handoffs")["role"][: len(requests)], held)).tolist()
+    live = requests[np.isin(requests["status"], list(RADIX_STATUS))]
     # In generation 1.3 the tokens that partial pages do not use are free.
     loose = int((live["allocated"] - live["computed"]).sum()) if rank.config.rules.name == "dynamo-1.3" else 0
     victims = sorted(heap.tolist(), key=lambda node: (nodes[node]["last_access"], nodes[node]["ordinal"]))
     return {
         "waiting": [id_of(slot) for slot in rank.waiting],
+        "prebuilt": prebuilt,
         "running": [id_of(slot) for slot in rank.running],
         "requests": {
             id_of(slot): {
@@ -131,7 +200,7 @@ def radix_state(rank: SchedulerRank) -> dict[str, Any]:
                 "pages": int(leases[slot]["pages"]),
                 "status": RADIX_STATUS[int(requests[slot]["status"])],
             }
-            for slot in sorted(np.flatnonzero(requests["status"]).tolist(), key=id_of)
+            for slot in np.flatnonzero(np.isin(requests["status"], list(RADIX_STATUS))).tolist()
         },
         "new_token_ratio": float(radix["new_token_ratio"]),
         "countdown": int(radix["countdown"]),
@@ -145,6 +214,16 @@ def radix_state(rank: SchedulerRank) -> dict[str, Any]:
             without_token_ids(event)
             for event in KvEvents(state.view("events"), state.view("event_blocks"), rank.identity, None)
         ],
+        "handoffs": handoff_state(rank),
+        "parked": {
+            id_of(slot): {
+                "seq_len": int(requests[slot]["length"]),
+                "materialized": int(requests[slot]["computed"]),
+                "cached": int(leases[slot]["cached"]) * size,
+                "pages": int(leases[slot]["pages"]),
+            }
+            for slot in parked
+        },
     }
 
 
@@ -225,6 +304,9 @@ class Pair:
     twin: PagedModel | SglangModel = field(init=False)
     now: float = field(default=0.0, init=False)
     in_flight: tuple[RankPass, RankPass] | None = field(default=None, init=False)
+    #: what a router makes of every KV event that was shown
+    index: RouterIndex = field(default_factory=lambda: RouterIndex(), init=False)
+    ledger: Ledger = field(default_factory=lambda: Ledger(), init=False)
 
     def __post_init__(self) -> None:
         self.rank = SchedulerRank(self.identity, self.config, timing=self.timing)
@@ -237,6 +319,7 @@ class Pair:
         assert self.rank.metrics() == self.twin.metrics()
         assert self.rank.is_ready() == self.twin.is_ready()
         assert self.rank.is_drained() == self.twin.is_drained()
+        assert self.rank.waiting_for_external_command() == self.twin.waiting_for_external_command()
         mine, expected = self.rank.stuck_head(), self.twin_stuck()
         assert (mine and mine.request_id) == (expected and expected[0])
 
@@ -264,19 +347,33 @@ class Pair:
             raise
         mine = self.rank.apply_command(command, context, pending[0])
         assert plain(mine) == plain(expected)
+        self.index.replay(mine.kv_events)
+        self.ledger.command(command, mine)
         if self.in_flight is not None:
             same_effects(self.in_flight[0].pending.effects, self.in_flight[1].pending.effects)
         self.compare()
         return mine
 
+    def attempt(self, command: Command) -> CommandEffects | None:
+        """`apply`, or None if both refused."""
+        try:
+            return self.apply(command)
+        except CommandError:
+            return None
+
     def submit(self, request: Request) -> bool:
         """Whether both accepted it; an id that is live is refused by both."""
-        if id_to_int(request.request_id) in self.twin.requests:
-            with pytest.raises(CommandError):
-                self.apply(Submit(request))
-            return False
-        self.apply(Submit(request))
-        return True
+        return self.attempt(Submit(request)) is not None
+
+    def once(self, command: Command) -> CommandEffects:
+        """A command that takes something away: the second time it finds nothing and changes nothing."""
+        effects = self.apply(command)
+        before = self.rank.digest()
+        again = self.apply(command)
+        assert again.result == Noop()
+        assert not any((again.lifecycle_events, again.kv_events, again.retired_requests))
+        assert self.rank.digest() == before
+        return effects
 
     def cancel(self, request_id: int, *, discard: bool = False) -> CommandEffects:
         return self.apply(CancelRequest(request_id, discard))
@@ -289,6 +386,7 @@ class Pair:
         assert plain(mine.start_effects) == plain(expected.start_effects)
         same_effects(mine.pending.effects, expected.pending.effects)
         assert bool(self.rank.header[0]["effect_free"]) == self.twin.last_pass_effect_free
+        self.index.replay(mine.start_effects.kv_events)
         self.in_flight = mine, expected
         self.compare()
         return mine
@@ -300,6 +398,8 @@ class Pair:
         self.now = mine.end_ms
         shown = self.rank.complete_pass(mine.pending, self.now)
         same_effects(shown, self.twin.complete_pass(expected.pending, self.now))
+        self.index.replay(shown.kv_events)
+        self.ledger.completion(shown)
         self.compare()
         return shown
 
@@ -312,25 +412,51 @@ class Pair:
         if self.rank.stuck_head() is None:
             assert self.rank.fail_head() is None
             return False
-        assert self.rank.fail_head() == self.twin_fail()
+        failed = self.rank.fail_head()
+        assert failed == self.twin_fail()
+        self.ledger.ended(failed.request_id)
         self.compare()
         return True
 
     def drain(self, most: int = 2000) -> None:
-        """Passes until nothing is live; a stuck head is failed as a driver would."""
+        """Passes until nothing is live; handoffs and stuck requests are ended as a driver would."""
         for _ in range(most):
+            if self.in_flight is not None:
+                self.complete()
+            self.end_handoffs()
             if self.rank.is_drained():
+                self.compare_drained()
                 return
-            if self.in_flight is None:
-                self.execute()
+            self.execute()
             self.complete()
             if self.twin.last_pass_effect_free:
                 self.retry()
-                if self.rank.is_drained():
-                    return
-                if self.twin.last_pass_effect_free:
-                    assert self.fail_head(), f"no progress and nothing stuck: {self.twin.state()}"
+                if self.rank.is_drained() or not self.twin.last_pass_effect_free:
+                    continue
+                if not self.fail_head():
+                    assert self.twin.handoffs.pending, f"no progress and nothing stuck: {self.twin.state()}"
+                    self.once(CancelDestination(self.twin.handoffs.pending[0].handoff_id))
         raise AssertionError(f"not drained after {most} passes: {self.twin.state()}")
+
+    def end_handoffs(self) -> None:
+        """What coordinators will still command: held sources are released, reserved destinations activated."""
+        for handoff_id in list(self.twin.handoffs.held):
+            self.once(ReleaseSource(handoff_id))
+        for handoff_id in list(self.twin.handoffs.reserved):
+            self.apply(ActivateDestination(handoff_id))
+
+    def compare_drained(self) -> None:
+        """No block is lost: what is not free is cached and can be evicted."""
+        assert not self.ledger.accepted
+        metrics = self.rank.metrics()
+        assert metrics.running_requests == metrics.waiting_requests == 0
+        assert not self.rank.is_ready()
+        if isinstance(self.twin, SglangModel):
+            assert self.twin.kv.reachable == self.twin.total_tokens
+            assert self.twin.kv.tree.protected_size == 0
+        else:
+            assert metrics.active_blocks == 0
+            assert metrics.inactive_blocks + self.twin.pool.free == metrics.total_blocks
 
     def retry(self) -> None:
         """Passes at this instant while the hint of an effect-free one asks for them, as a driver would."""
@@ -346,6 +472,8 @@ class Pair:
             wanted = self.twin.complete_pass(expected.pending, self.now)
             if shown.outputs or wanted.outputs or shown.kv_events or wanted.kv_events:
                 same_effects(shown, wanted)
+            self.index.replay([*mine.start_effects.kv_events, *shown.kv_events])
+            self.ledger.completion(shown)
         self.compare()
 
     def reload(self) -> None:
@@ -377,13 +505,57 @@ class Pair:
         self.compare()
 
 
-def drive_both(config: EngineConfig, identity: RankIdentity, script: Iterable[tuple[Any, ...]]) -> Pair:
+class Ledger:
+    """Destinations a rank accepted: each is reserved at most once and ends once."""
+
+    def __init__(self) -> None:
+        #: request id -> whether its reservation was told
+        self.accepted: dict[int, bool] = {}
+
+    def command(self, command: Command, effects: CommandEffects) -> None:
+        if isinstance(effects.result, DestinationAccepted):
+            assert effects.result.request_id not in self.accepted
+            self.accepted[effects.result.request_id] = False
+        for request_id in effects.retired_requests:
+            self.ended(request_id)
+        if isinstance(command, CancelRequest) and effects.suppressed_pending_output:
+            # Nobody will be told that it was complete.
+            self.ended(id_to_int(command.request_id))
+        self._reserved(effects.lifecycle_events)
+
+    def completion(self, effects: PassCompletionEffects) -> None:
+        for output in effects.outputs:
+            if output.completed:
+                self.ended(output.request_id)
+        self._reserved(effects.lifecycle_events)
+
+    def ended(self, request_id: int) -> None:
+        self.accepted.pop(request_id, None)
+
+    def _reserved(self, events: Iterable[Any]) -> None:
+        for event in events:
+            if isinstance(event, DestinationReserved):
+                assert self.accepted[event.request_id] is False
+                self.accepted[event.request_id] = True
+
+
+def drive_both(
+    config: EngineConfig,
+    identity: RankIdentity,
+    script: Iterable[tuple[Any, ...]],
+    *,
+    at_start: Callable[[Pair], None] | None = None,
+    after_step: Callable[[Pair], None] | None = None,
+) -> Pair:
     """Run a script on both sides, comparing after every step, then drain.
 
     Steps are ``("submit", request)``, ``("cancel", request_id, discard)``, ``("pass",)`` for a whole pass,
-    ``("execute",)`` and ``("complete",)`` for its halves (ignored where they do not apply).
+    ``("execute",)`` and ``("complete",)`` for its halves (ignored where they do not apply), and those of
+    `handoff_step`.
     """
     pair = Pair(config, identity)
+    if at_start is not None:
+        at_start(pair)
     for action, *arguments in script:
         if action == "submit":
             pair.submit(arguments[0])
@@ -397,8 +569,54 @@ def drive_both(config: EngineConfig, identity: RankIdentity, script: Iterable[tu
             if pair.in_flight is not None:
                 pair.complete()
             pair.step()
+        elif action in HANDOFF_COMMANDS:
+            handoff_step(pair, action, *arguments)
+        if after_step is not None:
+            after_step(pair)
     pair.drain()
     return pair
+
+
+HANDOFF_COMMANDS = {
+    "source": SubmitHandoffPrefill,
+    "reserve": ReserveDestination,
+    "activate": ActivateDestination,
+    "release": ReleaseSource,
+    "cancel_source": CancelSource,
+    "cancel_destination": CancelDestination,
+}
+
+
+def handoff_step(pair: Pair, action: str, target: tuple[str, int], request: Request | None = None) -> None:
+    """One handoff command of a script.
+
+    `target` is ``("id", handoff_id)``, or ``("any", n)`` for one of the handoffs that the command concerns, if there
+    are any.
+    """
+    kind, number = target
+    if kind == "any":
+        handoffs = pair.twin.handoffs
+        known = {
+            "activate": [*handoffs.reserved],
+            "release": [*handoffs.held, *handoffs.registered],
+            "cancel_source": [*handoffs.registered, *handoffs.held],
+            "cancel_destination": [
+                *handoffs.reserved,
+                *handoffs.active,
+                *(entry.handoff_id for entry in handoffs.pending),
+            ],
+        }[action]
+        number = known[number % len(known)] if known else number
+    command = HANDOFF_COMMANDS[action]
+    if request is not None:
+        pair.attempt(command(number, request))
+    elif action == "activate":
+        before = pair.rank.metrics().active_blocks
+        effects = pair.apply(command(number))
+        if not effects.lifecycle_events:
+            assert pair.rank.metrics().active_blocks <= before
+    else:
+        pair.once(command(number))
 
 
 # ---------------------------------------------------------------- a rank alone, for scenarios with known numbers

@@ -1,7 +1,7 @@
 """Twin of the vLLM / TensorRT-LLM scheduler rank: plain lists, no cleverness.
 
-Written from spec/vllm.md and spec/kv-cache.md and from no kernel. Handoff and
-host offload are not modelled.
+Written from spec/vllm.md, spec/kv-cache.md and spec/handoff.md and from no
+kernel. Host offload is not modelled.
 """
 
 from __future__ import annotations
@@ -14,16 +14,9 @@ from typing import Any
 from kvsim.config import EngineConfig
 from kvsim.contract import (
     Admission,
-    Applied,
-    CancelRequest,
-    Command,
-    CommandContext,
-    CommandEffects,
     ForwardPassMetrics,
-    InternalEffects,
     KvEvent,
     Metrics,
-    Noop,
     Output,
     PassCompletionEffects,
     PassStartEffects,
@@ -37,11 +30,10 @@ from kvsim.contract import (
     SameTimestampRetry,
     Stored,
     StoredBlock,
-    Submit,
-    Submitted,
     id_to_int,
 )
 from kvsim.errors import CommandError
+from model.handoff import HandoffRank, Handoffs
 from model.hashing import ChaCha12, chain, lineage_hash, local_hash, synthetic_token
 from model.pool import Block, BlockPool, Reservation
 from model.timing import Timing
@@ -76,6 +68,8 @@ class Live:
     max_output: int
     planned: list[int] | None
     entries: list[Entry]
+    #: ordinal of its arrival, at submission or when its reservation was accepted
+    order: int = 0
     generated: int = 0
     allocated: int = 0
     computed: int = 0
@@ -89,6 +83,8 @@ class Live:
     drafts: int = 0
     #: alone in an empty pool it could not take its next step
     outgrown: bool = False
+    #: blocks that must be there before it is admitted again, beyond those of what it knows
+    wants_blocks: int = 0
 
     @property
     def length(self) -> int:
@@ -131,9 +127,11 @@ class PassState:
     admissions: list[Admission] = field(default_factory=list)
     pressure: list[PressureEvent] = field(default_factory=list)
     rejected: list[int] = field(default_factory=list)
+    #: time that the pass takes as far as it is known
+    duration_ms: float = 0.0
 
 
-class PagedModel:
+class PagedModel(HandoffRank):
     """One rank; the methods are those of kvsim.SchedulerRank."""
 
     def __init__(self, identity: RankIdentity, config: EngineConfig, timing: Any = None) -> None:
@@ -160,43 +158,17 @@ class PagedModel:
         self.next_event_id = 0
         self.event_buffer: list[KvEvent] = []
         self.last_pass_effect_free = False
+        self.handoffs = Handoffs()
+        self.tracked: dict[tuple[str, int], int] = {}
+        #: what happened to handoffs in the pass that is being formed
+        self.lifecycle: list[Any] = []
+        #: requests built so far: the order of their arrival
+        self.next_order = 0
 
     # ------------------------------------------------------------ commands
 
-    def apply_command(
-        self, command: Command, context: CommandContext, pending: PendingPass | None = None
-    ) -> CommandEffects:
-        retired: tuple[int, ...] = ()
-        suppressed = False
-        if isinstance(command, Submit):
-            result: Any = self._submit(command.request)
-        elif isinstance(command, CancelRequest):
-            request_id = id_to_int(command.request_id)
-            result = self._cancel(request_id)
-            retired = (request_id,) if isinstance(result, Applied) else ()
-            withdraw = bool(retired) or command.discard_pending_output
-            if pending is not None and withdraw:
-                outputs = pending.effects.outputs
-                kept = [output for output in outputs if output.request_id != request_id]
-                suppressed = len(kept) != len(outputs)
-                pending.effects.outputs = kept
-        else:
-            raise CommandError(f"the twin does not know {type(command).__name__}")
-        events = [] if context.pass_in_flight else self._drain_events()
-        if not isinstance(result, Noop):
-            self.last_pass_effect_free = False
-        return CommandEffects(
-            result=result,
-            kv_events=events,
-            retired_requests=retired,
-            metrics=self.metrics(),
-            suppressed_pending_output=suppressed,
-        )
-
-    def _submit(self, request: Request) -> Submitted:
+    def _build(self, request: Request) -> Live:
         request_id = id_to_int(request.request_id)
-        if request_id in self.requests:
-            raise CommandError(f"request {request_id} is already active")
         tokens = prompt_tokens(request)
         if not tokens:
             raise CommandError("tokens: at least one is needed, got none")
@@ -208,10 +180,12 @@ class PagedModel:
         entries = [Entry(block_hash, tokens_hash) for block_hash, tokens_hash in hashes]
         while len(entries) < ceil_div(len(tokens), self.block_size):
             entries.append(Entry())
-        sequence = Live(request_id, tokens, len(tokens), max_output, planned, entries)
-        self.requests[request_id] = sequence
-        self.waiting.append(sequence)
-        return Submitted(request_id)
+        self.next_order += 1
+        return Live(request_id, tokens, len(tokens), max_output, planned, entries, self.next_order)
+
+    def _enqueue(self, request: Live) -> None:
+        self.requests[request.request_id] = request
+        self.waiting.append(request)
 
     def _clamp(self, num_input: int, max_output: int) -> int:
         """TensorRT-LLM promises capacity to completion, so it cuts the output to what can exist."""
@@ -222,20 +196,109 @@ class PagedModel:
             max_output = min(max_output, self.max_model_len - num_input)
         return max_output
 
-    def _cancel(self, request_id: int) -> Applied | Noop:
-        if request_id not in self.requests:
-            return Noop()
-        self._drop(self.requests[request_id])
-        return Applied()
+    def _drop(self, request: Live) -> bool:
+        """Cancellation or rejection: the request leaves; whether a pending destination may fit better now."""
+        active = self.pool.active_blocks
+        improved = request in self.running or request.allocated > 0
+        self._leave(request)
+        self._release(request)
+        return improved or self.pool.active_blocks < active
 
-    def _drop(self, request: Live) -> None:
-        """Completion, cancellation or rejection: the request leaves and its blocks are let go."""
+    def _finish(self, request: Live) -> None:
+        """Completion: the request leaves, and its blocks unless they are the source of a handoff."""
+        held = self._hold_source(request)
+        self._leave(request)
+        self.handoffs.generation += 1
+        if held is None:
+            self._release(request)
+        else:
+            self.lifecycle.append(held)
+
+    def _leave(self, request: Live) -> None:
+        """Out of the queues and of everything that knows live requests."""
         if request in self.running:
             self.running.remove(request)
         if request in self.waiting:
             self.waiting.remove(request)
         del self.requests[request.request_id]
+        self.handoffs.forget(request.request_id)
+
+    # ------------------------------------------------------------ handoff (vllm.md section 10, kv-cache.md section 7)
+
+    def _check_destination(self, request: Live) -> None:
+        if self.trtllm and not self.rules.trtllm_destinations:
+            raise CommandError("destination reservation is not supported for TRT-LLM")
+        if self.max_model_len is not None and request.num_input >= self.max_model_len:
+            raise CommandError(f"destination prompt of {request.num_input} tokens: max_model_len {self.max_model_len}")
+        if self._blocks(request.num_input) > self.config.num_gpu_blocks:
+            raise CommandError("destination prompt exceeds the KV pool capacity")
+        if self.trtllm and self._completion_blocks(request) > self.config.num_gpu_blocks:
+            raise CommandError("TRT-LLM destination request exceeds the to-completion KV pool capacity")
+
+    def _clean_up_source(self, request: Live) -> None:
         self._release(request)
+
+    def _has_slot_for_destination(self) -> bool:
+        return self.config.max_num_seqs is None or len(self.running) < self.config.max_num_seqs
+
+    def _reserve_destination(self, request: Live) -> tuple[Reservation, int] | None:
+        """The longest prefix that is resident and fresh slots for the rest of the prompt."""
+        prefix: list[int | None] = []
+        if self.trtllm:
+            if self._completion_blocks(request) > self._unpromised_blocks():
+                return None
+        else:
+            for entry in request.entries:
+                if entry.block_hash is None or self.pool.primary(entry.block_hash) is None:
+                    break
+                prefix.append(entry.block_hash)
+        fresh = len(request.entries) - len(prefix)
+        reservation = self._reserve(prefix, fresh)
+        return None if reservation is None else (reservation, fresh * self.block_size)
+
+    def _activate(self, request: Live, reservation: Reservation) -> bool:
+        """Reserved capacity becomes blocks, whole ones findable at once; the request queues where it belongs."""
+        active = self.pool.active_blocks
+        for position, entry in enumerate(request.entries):
+            fresh = not reservation.prefix
+            entry.block = self.pool.take_fresh(reservation) if fresh else self.pool.take_prefix(reservation)
+            entry.pending_cache = self.caching and fresh and entry.block_hash is not None
+            assert fresh or position * self.block_size < request.num_input
+        assert reservation.fresh == 0
+        request.allocated = request.num_input
+        request.computed = request.num_input
+        self._finalize(request, 0, request.num_input)
+        position = len(self.waiting)
+        if self.rules.activation_keeps_arrival_order:
+            later = [index for index, other in enumerate(self.waiting) if other.order > request.order]
+            position = later[0] if later else position
+        self.waiting.insert(position, request)
+        return self.pool.active_blocks < active
+
+    def _cancel_reservation(self, request: Live, reservation: Reservation) -> None:
+        self.pool.cancel(reservation)
+
+    def _is_materialised(self, request: Live) -> bool:
+        """An activated destination that has not run yet: its whole prompt is there."""
+        return request.computed >= request.num_input and request.allocated >= request.num_input
+
+    def _destinations_hold_blocks(self) -> bool:
+        return bool(self.handoffs.reserved) or any(self._is_materialised(other) for other in self.waiting)
+
+    def _unpromised_blocks(self) -> int:
+        """TensorRT-LLM: blocks that nobody holds or was promised to completion."""
+        available = self.config.num_gpu_blocks - self.pool.active_blocks
+        for other in self.running:
+            available -= self._completion_blocks(other) - self._blocks(other.allocated)
+        for other in self.waiting:
+            if self._is_materialised(other):
+                available -= self._completion_blocks(other) - self._blocks(other.num_input)
+        for entry in self.handoffs.reserved.values():
+            available -= self._completion_blocks(entry.request) - self._blocks(entry.request.num_input)
+        return available
+
+    def _shown(self, mark: Any, *, show: bool) -> list[KvEvent]:
+        return self._drain_events() if show else []
 
     # ------------------------------------------------------------ lease (kv-cache.md section 4)
 
@@ -376,12 +439,14 @@ class PagedModel:
         self._schedule_waiting(work)
 
         prefill_ms = self.timing.prefill_ms(work.prefill_count, work.prefill_isl, work.prefill_prefix)
+        work.duration_ms = prefill_ms
         decode_start = now_ms + prefill_ms
         outputs, decode_ms = self._emission(work)
         outputs += [Output(request_id, None, True, True, None) for request_id in work.rejected]
         end_ms = decode_start + decode_ms
 
         events = self._drain_events()
+        lifecycle, self.lifecycle = self.lifecycle, []
         signals = [output.request_id for output in outputs if not output.rejected]
         metrics = self.metrics()
         self.last_pass_effect_free = (
@@ -393,7 +458,7 @@ class PagedModel:
         at_start = self.rules.kv_events_at_pass_start
         effects = PassCompletionEffects(
             outputs=outputs,
-            lifecycle_events=[],
+            lifecycle_events=lifecycle,
             kv_events=[] if at_start else events,
             metrics=metrics,
             forward_pass_metrics=self._forward_pass_metrics(work, max(0.0, end_ms - now_ms)),
@@ -417,23 +482,35 @@ class PagedModel:
 
     def _schedule_waiting(self, work: PassState) -> None:
         limit = self.config.max_num_seqs
-        while self.waiting and not work.preempted_any and (limit is None or len(self.running) < limit):
-            request = self.waiting[0]
+        while not work.preempted_any and (limit is None or len(self.running) < limit):
+            # A pending destination owns the next free capacity: nothing that still needs some passes it.
+            candidates = [
+                request for request in self.waiting if not self.handoffs.pending or self._is_materialised(request)
+            ]
+            if not candidates:
+                break
+            request = candidates[0]
             if self.max_model_len is not None and request.num_input >= self.max_model_len:
                 self._reject(request, work)
                 continue
             cost = self._prefix_cost(request)
-            verdict = self._gate(request, cost)
+            verdict = "admit" if self._is_materialised(request) else self._gate(request, cost)
             if verdict == "reject":
                 self._reject(request, work)
                 continue
+            if verdict == "wait" and not (self.running or self.handoffs.held or self.handoffs.reserved):
+                # What it waits for is owned by somebody further back whose prompt came with a handoff.
+                ready = [other for other in self.waiting if self._is_materialised(other)]
+                if not ready:
+                    break
+                request, verdict, cost = ready[0], "admit", self._prefix_cost(ready[0])
             if verdict == "wait" or self._schedule(request, work, cost) != "scheduled":
                 break
             if work.budget == 0 and work.scheduled[request.request_id].total_tokens == 0:
                 break
 
     def _reject(self, request: Live, work: PassState) -> None:
-        self._drop(request)
+        self.handoffs.generation += self._drop(request)
         work.rejected.append(request.request_id)
 
     def _gate(self, request: Live, cost: Cost) -> str:
@@ -442,13 +519,11 @@ class PagedModel:
             return "wait"
         capacity = self.config.num_gpu_blocks
         footprint = self._completion_blocks(request) if self.trtllm else self._blocks(request.length)
+        footprint = max(footprint, request.wants_blocks)
         if request.status == WAITING and footprint > capacity:
             return "reject"
         needed = footprint - cost.active_cached_tokens // self.block_size
-        available = capacity - self.pool.active_blocks
-        if self.trtllm:
-            for other in self.running:
-                available -= self._completion_blocks(other) - self._blocks(other.allocated)
+        available = self._unpromised_blocks() if self.trtllm else capacity - self.pool.active_blocks
         return "admit" if needed <= available else "wait"
 
     def _schedule(self, request: Live, work: PassState, cost: Cost | None) -> str:
@@ -504,6 +579,7 @@ class PagedModel:
             self.waiting.remove(request)
             self.running.append(request)
             request.status = RUNNING
+            request.wants_blocks = 0
             work.admissions.append(Admission(request.request_id, cached))
             if not request.admitted_before:
                 request.admitted_before = True
@@ -544,6 +620,7 @@ class PagedModel:
         request.preemptions += 1
         request.status = PREEMPTED
         self.preemptions_total += 1
+        self.handoffs.generation += 1
         self.running.remove(request)
         self.waiting.insert(0, request)
         work.pressure.append(
@@ -566,9 +643,15 @@ class PagedModel:
         if victim is None:
             return None
         self._preempt(victim, work)
-        if not self.running and self.pool.active_blocks == 0:
+        if not self.running:
             next_length = victim.length + min(self._max_burst(None), self._remaining(victim))
-            victim.outgrown = self._blocks(next_length) > self.config.num_gpu_blocks
+            needed = self._blocks(next_length)
+            if self.pool.active_blocks == 0:
+                victim.outgrown = needed > self.config.num_gpu_blocks
+            elif work.duration_ms == 0.0 or self._destinations_hold_blocks():
+                # Handoffs hold the rest, and either no time passes in which they could let go of it, or what
+                # lets go of it is a request further back that has to run.
+                victim.wants_blocks = needed
         return victim
 
     # ------------------------------------------------------------ emission (vllm.md section 7)
@@ -605,6 +688,7 @@ class PagedModel:
 
     def _emit_single(self, ready: list[Live], work: PassState) -> tuple[list[Output], float]:
         decode_ms = self._decode_ms(ready, work)
+        work.duration_ms += decode_ms
         outputs = []
         for request in ready:
             if request.status != RUNNING:
@@ -692,7 +776,7 @@ class PagedModel:
         request.signalled = True
         delay = self._handoff_delay(request) if completed else None
         if completed:
-            self._drop(request)
+            self._finish(request)
         return Output(request.request_id, token, completed, False, cached, delay)
 
     def _handoff_delay(self, request: Live) -> float | None:
@@ -703,34 +787,8 @@ class PagedModel:
 
     # ------------------------------------------------------------ boundaries
 
-    def complete_pass(self, pending: PendingPass, end_ms: float) -> PassCompletionEffects:
-        assert not pending.completed
-        pending.completed = True
-        effects = pending.effects
-        effects.kv_events = [*effects.kv_events, *self._drain_events()]
-        effects.metrics = self.metrics()
-        duration = max(0.0, end_ms - pending.started_at_ms)
-        effects.forward_pass_metrics = effects.forward_pass_metrics._replace(duration_ms=duration)
-        return effects
-
-    def complete_idle_group_pass(self, start_ms: float, end_ms: float) -> PassCompletionEffects:
-        idle = ForwardPassMetrics(0, 0, 0.0, 0, 0, 0, 0.0, 0, 0, 0.0, 0, 0, 0.0, max(0.0, end_ms - start_ms))
-        return PassCompletionEffects([], [], self._drain_events(), self.metrics(), idle)
-
-    def next_internal_deadline_ms(self) -> float | None:
-        return None
-
-    def process_internal_work(self, now_ms: float, pass_in_flight: bool = False) -> InternalEffects:
-        return InternalEffects([], [] if pass_in_flight else self._drain_events())
-
     def is_ready(self) -> bool:
         return bool(self.running or self.waiting)
-
-    def is_drained(self) -> bool:
-        return not self.requests
-
-    def waiting_for_external_command(self) -> bool:
-        return False
 
     def metrics(self) -> Metrics:
         active, inactive, total = self.pool.active_blocks, len(self.pool.inactive), self.config.num_gpu_blocks
@@ -742,7 +800,7 @@ class PagedModel:
             active / total,
             (active + inactive) / total,
             len(self.running),
-            len(self.waiting),
+            len(self.waiting) + len(self.handoffs.waiting_lengths()),
             self.preemptions_total,
         )
 
@@ -750,8 +808,11 @@ class PagedModel:
         prefills = [item for item in work.scheduled.values() if item.prompt_tokens > 0]
         decodes = [item for item in work.scheduled.values() if item.prompt_tokens == 0 and not item.was_complete]
         decode_kv = Welford(item.length for item in decodes)
-        fresh = Welford(request.num_input for request in self.waiting if request.status == WAITING)
-        preempted = Welford(request.length for request in self.waiting if request.status == PREEMPTED)
+        fresh, again = [], self.handoffs.waiting_lengths()
+        for request in self.waiting:
+            started = request.status == PREEMPTED or self.handoffs.is_active(request.request_id)
+            (again if started else fresh).append(request.length)
+        queued_prefill, queued_decode = Welford(fresh), Welford(again)
         return ForwardPassMetrics(
             num_prefill_requests=len(prefills),
             sum_prefill_tokens=sum(item.total_tokens for item in prefills),
@@ -760,25 +821,28 @@ class PagedModel:
             num_decode_requests=len(decodes),
             sum_decode_kv_tokens=decode_kv.sum,
             var_decode_kv_tokens=decode_kv.variance,
-            num_queued_prefill=fresh.count,
-            sum_queued_prefill_tokens=fresh.sum,
-            var_queued_prefill_length=fresh.variance,
-            num_queued_decode=preempted.count,
-            sum_queued_decode_kv_tokens=preempted.sum,
-            var_queued_decode_kv_tokens=preempted.variance,
+            num_queued_prefill=queued_prefill.count,
+            sum_queued_prefill_tokens=queued_prefill.sum,
+            var_queued_prefill_length=queued_prefill.variance,
+            num_queued_decode=queued_decode.count,
+            sum_queued_decode_kv_tokens=queued_decode.sum,
+            var_queued_decode_kv_tokens=queued_decode.variance,
             duration_ms=duration_ms,
         )
 
     # ------------------------------------------------------------ liveness
 
     def stuck_head(self) -> tuple[int, str] | None:
-        """The head of the queue and why it can never progress; None while there is hope."""
-        if self.running or not self.waiting or not self.last_pass_effect_free:
+        """The head of the queue and why it can never progress; None while there is hope.
+
+        While a destination is pending nobody looks at the head, and the destination waits for a command.
+        """
+        if self.running or not self.waiting or not self.last_pass_effect_free or self.handoffs.pending:
             return None
         head = self.waiting[0]
         if head.outgrown:
             return head.request_id, "outgrew the pool"
-        if self._blocks(head.length) > self.config.num_gpu_blocks:
+        if max(self._blocks(head.length), head.wants_blocks) > self.config.num_gpu_blocks:
             return head.request_id, "outgrew the pool"
         limit = self.config.max_num_batched_tokens
         uncached = head.num_input - min(head.num_input, self._prefix_cost(head).cached_tokens)
@@ -790,7 +854,7 @@ class PagedModel:
         """Remove the stuck head; the signal that ends it."""
         head = self.waiting[0]
         cached = None if head.signalled else head.cached_prefix
-        self._drop(head)
+        self.handoffs.generation += self._drop(head)
         self.last_pass_effect_free = False
         failed = head.preemptions > 0
         return Output(head.request_id, None, True, not failed, cached, failed=failed)
@@ -821,16 +885,26 @@ class PagedModel:
             "copies": {block_hash: len(copies) for block_hash, copies in sorted(self.pool.copies.items())},
             "preemptions_total": self.preemptions_total,
             "next_event_id": self.next_event_id,
+            "handoffs": self.handoffs.state(),
+            "held_blocks": {
+                request.request_id: [entry.block.hash for entry in request.entries if entry.block is not None]
+                for request in self.handoffs.held.values()
+            },
+            "reserved_blocks": {
+                entry.request.request_id: ([block.hash for block in entry.reservation.prefix], entry.reservation.fresh)
+                for entry in self.handoffs.reserved.values()
+            },
         }
 
     def check(self) -> None:
         """The invariants of kv-cache.md section 2 and vllm.md section 2."""
         self.pool.check()
-        assert self.pool.reserved == 0
+        assert not self.lifecycle
         members = [request.request_id for request in (*self.running, *self.waiting)]
         assert sorted(members) == sorted(self.requests)
+        self.handoffs.check(set(self.requests))
         refs: dict[int, int] = {}
-        for request in self.requests.values():
+        for request in (*self.requests.values(), *self.handoffs.held.values()):
             assert request.computed <= request.length
             assert request.allocated <= request.length
             assert request.length == request.num_input + request.generated
@@ -840,13 +914,30 @@ class PagedModel:
             assert all(entry.block is not None for entry in request.entries[: len(held)])
             for block in held:
                 refs[id(block)] = refs.get(id(block), 0) + 1
-            if request.status == RUNNING:
+            if request.request_id not in self.requests:
+                assert self._remaining(request) == 0
+            elif request.status == RUNNING:
                 assert request in self.running
             else:
                 assert request in self.waiting
-                assert request.computed == request.allocated == 0
+                assert request.computed == request.allocated
+                assert request.computed == 0 or (
+                    request.computed == request.num_input == request.length
+                    and self.handoffs.is_active(request.request_id)
+                )
+        pins: dict[int, int] = {}
+        fresh = 0
+        for entry in self.handoffs.reserved.values():
+            fresh += entry.reservation.fresh
+            for block in entry.reservation.prefix:
+                pins[id(block)] = pins.get(id(block), 0) + 1
+            assert entry.reservation.fresh + len(entry.reservation.prefix) == len(entry.request.entries)
+        assert self.pool.reserved == fresh
+        for waiting in self.handoffs.pending:
+            assert all(entry.block is None for entry in waiting.request.entries)
         every = [*self.pool.private, *(block for copies in self.pool.copies.values() for block in copies)]
-        assert all(block.pins == 0 and block.refs == refs.get(id(block), 0) for block in every)
+        assert all(block.pins == pins.get(id(block), 0) for block in every)
+        assert all(block.refs == refs.get(id(block), 0) for block in every)
         if not self.caching:
             assert not self.pool.copies
             assert not self.pool.inactive

@@ -48,6 +48,9 @@ class PagePool:
         self.next_fresh += count - old
         assert self.next_fresh <= self.total_pages
 
+    def trim(self, pages: Sequence[int], tokens: int) -> None:
+        """The owner of `pages` uses `tokens` of them: nothing, pages are owned whole."""
+
     def reserve(self, tokens: int) -> list[int] | None:
         """Pages for a decode step, None if there are not so many."""
         if tokens > self.available_tokens:
@@ -96,6 +99,10 @@ class TokenPool:
                 self.next_page += 1
             self.fill[pages[-1]] += 1
         assert self.available_tokens >= 0
+
+    def trim(self, pages: Sequence[int], tokens: int) -> None:
+        """The owner of `pages` uses `tokens` of them: the rest of the last one is free."""
+        self.fill[pages[-1]] = tokens - (len(pages) - 1) * self.page_size
 
     def reserve(self, tokens: int) -> list[int] | None:
         return None if tokens > self.available_tokens else []
@@ -452,8 +459,11 @@ class KvManager:
         self.pool.grow(pages, before, after)
         return True
 
-    def allocate(self, lease: Lease, tokens: Sequence[int], cap: int) -> int | None:
-        """First pages of a request for `tokens`; the matched prefix, None if there is no room."""
+    def allocate(self, lease: Lease, tokens: Sequence[int], cap: int, *, whole_pages: bool = False) -> int | None:
+        """First pages of a request for `tokens`; the matched prefix, None if there is no room.
+
+        `whole_pages` takes all of the last page, whatever is needed of it.
+        """
         assert not lease.active
         pages_found, node = 0, self.tree.root
         if self.caching:
@@ -462,7 +472,7 @@ class KvManager:
             self.tree.lock(node)
         pages = self.tree.path_pages(node)
         prefix = pages_found * self.page_size
-        if not self._grow(pages, prefix, len(tokens)):
+        if not self._grow(pages, prefix, self.ceil(len(tokens)) if whole_pages else len(tokens)):
             self.tree.unlock(node)
             return None
         lease.pages = pages

@@ -1,7 +1,6 @@
 """Twin of the SGLang scheduler rank: plain lists, no cleverness.
 
-Written from spec/sglang.md and from no kernel. The handoff (section 12) is not
-modelled; where it would take part is said in the comments.
+Written from spec/sglang.md and spec/handoff.md and from no kernel.
 """
 
 from __future__ import annotations
@@ -13,16 +12,9 @@ from typing import Any
 from kvsim.config import EngineConfig
 from kvsim.contract import (
     Admission,
-    Applied,
-    CancelRequest,
-    Command,
-    CommandContext,
-    CommandEffects,
     ForwardPassMetrics,
-    InternalEffects,
     KvEvent,
     Metrics,
-    Noop,
     Output,
     PassCompletionEffects,
     PassStartEffects,
@@ -33,11 +25,10 @@ from kvsim.contract import (
     RankPass,
     Request,
     SameTimestampRetry,
-    Submit,
-    Submitted,
     id_to_int,
 )
 from kvsim.errors import CommandError, TimingError
+from model.handoff import HandoffRank, Handoffs
 from model.hashing import ChaCha12, synthetic_token
 from model.paged import prompt_tokens
 from model.radix import EventLog, KvManager, Lease, PagePool, TokenPool, ceil_div
@@ -65,7 +56,7 @@ class Live:
 
     request_id: int
     tokens: list[int]
-    prompt_length: int
+    num_input: int
     max_output: int
     planned: list[int] | None
     lease: Lease = field(default_factory=Lease)
@@ -80,7 +71,7 @@ class Live:
 
     @property
     def out(self) -> int:
-        return len(self.tokens) - self.prompt_length
+        return len(self.tokens) - self.num_input
 
     @property
     def remaining(self) -> int:
@@ -120,19 +111,21 @@ class PassState:
     decode_lengths: list[int] = field(default_factory=list)
 
 
-class SglangModel:
+class SglangModel(HandoffRank):
     """One rank; the methods are those of kvsim.SchedulerRank."""
 
     #: what a failed timing provider must leave as it was
     MUTABLE = (
         "kv",
         "waiting",
+        "prebuilt",
         "running",
         "requests",
+        "handoffs",
+        "lifecycle",
         "ratio",
         "countdown",
         "decode_passes",
-        "generation",
         "hit_tokens",
         "cache_total_tokens",
         "last_pass_effect_free",
@@ -167,6 +160,12 @@ class SglangModel:
         self.requests: dict[int, Live] = {}
         self.running: list[Live] = []
         self.waiting: list[Live] = []
+        #: activated destinations, until a pass promotes them into `running`
+        self.prebuilt: list[Live] = []
+        self.handoffs = Handoffs()
+        self.tracked: dict[tuple[str, int], int] = {}
+        #: what happened to handoffs in the pass that is being formed
+        self.lifecycle: list[Any] = []
         self.init_ratio = RATIO_OF_CONSERVATIVENESS * self.options.schedule_conservativeness
         self.min_ratio = self.init_ratio * MIN_RATIO_SHARE
         self.decay = (self.init_ratio - self.min_ratio) / RATIO_DECAY_STEPS
@@ -174,8 +173,6 @@ class SglangModel:
         #: rounds that still may not prefill
         self.countdown = 0
         self.decode_passes = 0
-        #: capacity generation: what pending destinations wait for
-        self.generation = 0
         self.hit_tokens = 0
         self.cache_total_tokens = 0
         self.last_pass_effect_free = False
@@ -185,48 +182,19 @@ class SglangModel:
 
     # ------------------------------------------------------------ commands
 
-    def apply_command(
-        self, command: Command, context: CommandContext, pending: PendingPass | None = None
-    ) -> CommandEffects:
-        retired: tuple[int, ...] = ()
-        suppressed = False
-        before = list(self.kv.events.buffer)
-        if isinstance(command, Submit):
-            result: Any = self._submit(command.request)
-        elif isinstance(command, CancelRequest):
-            request_id = id_to_int(command.request_id)
-            result = self._cancel(request_id)
-            retired = (request_id,) if isinstance(result, Applied) else ()
-            withdraw = bool(retired) or command.discard_pending_output
-            if pending is not None and withdraw:
-                outputs = pending.effects.outputs
-                kept = [output for output in outputs if output.request_id != request_id]
-                suppressed = len(kept) != len(outputs)
-                pending.effects.outputs = kept
-        else:
-            raise CommandError(f"the twin does not know {type(command).__name__}")
-        if not isinstance(result, Noop):
-            self.last_pass_effect_free = False
-        self.command_events |= self.kv.events.buffer != before
-        return CommandEffects(
-            result=result,
-            kv_events=[] if context.pass_in_flight else self._command_events(),
-            retired_requests=retired,
-            metrics=self.metrics(),
-            suppressed_pending_output=suppressed,
-        )
+    def _watch(self) -> list[KvEvent]:
+        return list(self.kv.events.buffer)
 
-    def _command_events(self) -> list[KvEvent]:
+    def _shown(self, mark: Any, *, show: bool) -> list[KvEvent]:
         """All that is buffered if a command added to it; what decode passes hold back alone stays."""
-        if not self.command_events:
+        self.command_events |= self.kv.events.buffer != mark
+        if not show or not self.command_events:
             return []
         self.command_events = False
         return self.kv.events.drain()
 
-    def _submit(self, request: Request) -> Submitted:
+    def _build(self, request: Request) -> Live:
         request_id = id_to_int(request.request_id)
-        if request_id in self.requests:
-            raise CommandError(f"request {request_id} is already active")
         tokens = prompt_tokens(request)
         if not tokens:
             raise CommandError("tokens: at least one is needed, got none")
@@ -235,23 +203,80 @@ class SglangModel:
         limit = self.config.max_model_len
         if limit is not None and len(tokens) < limit:
             max_output = min(max_output, limit - len(tokens))
-        live = Live(request_id, tokens, len(tokens), max_output, planned)
-        self.requests[request_id] = live
-        self.waiting.append(live)
-        return Submitted(request_id)
+        return Live(request_id, tokens, len(tokens), max_output, planned)
 
-    def _cancel(self, request_id: int) -> Applied | Noop:
-        if request_id not in self.requests:
-            return Noop()
-        self.generation += self._drop(self.requests[request_id])
-        return Applied()
+    def _enqueue(self, request: Live) -> None:
+        self.requests[request.request_id] = request
+        self.waiting.append(request)
 
     def _drop(self, request: Live) -> bool:
         """The request leaves without finishing; whether that freed anything."""
-        queue = self.running if request in self.running else self.waiting
-        queue.remove(request)
+        for queue in (self.waiting, self.prebuilt, self.running):
+            if request in queue:
+                queue.remove(request)
         del self.requests[request.request_id]
+        self.handoffs.forget(request.request_id)
         return self.kv.release(request.lease)
+
+    # ------------------------------------------------------------ handoff (section 12)
+
+    def _finish(self, request: Live) -> None:
+        """A completed request leaves the rank, or stays with its lease as the source of a handoff."""
+        held = self._hold_source(request)
+        del self.requests[request.request_id]
+        self.handoffs.forget(request.request_id)
+        if held is None:
+            self.kv.finish(request.lease, request.tokens)
+            self.handoffs.generation += 1
+        else:
+            self.kv.cache_prefix(request.lease, request.tokens)
+            self.lifecycle.append(held)
+
+    def _clean_up_source(self, request: Live) -> None:
+        self.kv.finish(request.lease, request.tokens)
+
+    def _check_destination(self, request: Live) -> None:
+        limit = self.config.max_model_len
+        if limit is not None and request.num_input >= limit:
+            raise CommandError(f"destination prompt of {request.num_input} tokens: max_model_len {limit}")
+        if self.kv.ceil(request.num_input) > self.total_tokens:
+            raise CommandError("destination prompt exceeds the KV pool capacity")
+
+    def _reserve_destination(self, request: Live) -> tuple[None, int] | None:
+        """Pages for the whole prompt, none of them published; the lease of the request is the reservation."""
+        whole = self.kv.ceil(request.num_input)
+        prefix = self.kv.allocate(request.lease, request.tokens, request.num_input, whole_pages=True)
+        if prefix is None:
+            return None
+        request.allocated = whole
+        return None, whole - prefix
+
+    def _activate(self, request: Live, reservation: None) -> bool:
+        """The request waits for a place in `running`; its pages stay its own until then.
+
+        In generation 1.3 they are committed at once, and what the last one does not hold is free.
+        """
+        self.prebuilt.append(request)
+        if not self.legacy:
+            return False
+        reachable = self.kv.reachable
+        self.kv.pool.trim(request.lease.pages, request.num_input)
+        self.kv.cache_prefix(request.lease, request.tokens)
+        return self.kv.reachable > reachable
+
+    def _cancel_reservation(self, request: Live, reservation: None) -> None:
+        self.kv.release(request.lease)
+
+    def _promote(self, work: PassState) -> None:
+        """Section 6.2, step 2."""
+        limit = self.config.max_num_seqs
+        while self.prebuilt and (limit is None or len(self.running) < limit):
+            request = self.prebuilt.pop(0)
+            request.status = RUNNING
+            self.running.append(request)
+            work.admissions.append(Admission(request.request_id, 0))
+            self.kv.cache_prefix(request.lease, request.tokens)
+            self.handoffs.generation += not self.legacy
 
     # ------------------------------------------------------------ the pass (section 6.2)
 
@@ -269,13 +294,12 @@ class SglangModel:
         ratio_before = self.ratio
         work = PassState(now_ms)
         rejected = self._reject_too_long()
-        # Activated destinations are promoted into `running` here.
+        self._promote(work)
         self._order_waiting()
         deferred = self.countdown > 0
         if deferred:
             self.countdown -= 1
-        else:
-            # The admission gate of section 12 stands here.
+        elif not self.prebuilt and not self.handoffs.pending:
             self._admit(work)
         prefill_ms = self._prefill_ms(work)
 
@@ -292,10 +316,7 @@ class SglangModel:
             work.decode_lengths = [request.length for request in self.running if request.remaining > 0]
             end_ms = now_ms + prefill_ms + self._decode_step(work)
         for request in work.completed:
-            # A registered source is held here instead.
-            del self.requests[request.request_id]
-            self.kv.finish(request.lease, request.tokens)
-            self.generation += 1
+            self._finish(request)
         self.waiting = work.retracted + self.waiting if self.legacy else self.waiting + work.retracted
         self._update_ratio(work, prefill_pass, deferred)
         computed = sum(chunk.computed for chunk in work.chunks)
@@ -311,6 +332,7 @@ class SglangModel:
         )
         events = self.kv.events.drain() if flush else []
         outputs = work.outputs + rejected
+        lifecycle, self.lifecycle = self.lifecycle, []
         # Cached pages that a vain attempt evicted bring nothing nearer, with or without an event.
         self.last_pass_effect_free = end_ms <= now_ms and not (
             outputs or work.admissions or work.pressure or work.chunks or work.retracted
@@ -334,7 +356,7 @@ class SglangModel:
         signals = [output.request_id for output in outputs if not output.rejected]
         effects = PassCompletionEffects(
             outputs=outputs,
-            lifecycle_events=[],
+            lifecycle_events=lifecycle,
             kv_events=events,
             metrics=metrics,
             forward_pass_metrics=self._forward_pass_metrics(work, max(0.0, end_ms - now_ms)),
@@ -352,9 +374,9 @@ class SglangModel:
         limit = self.config.max_model_len
         if limit is None:
             return []
-        doomed = [request for request in self.waiting if request.prompt_length >= limit]
+        doomed = [request for request in self.waiting if request.num_input >= limit]
         for request in doomed:
-            self._drop(request)
+            self.handoffs.generation += self._drop(request)
         return [Output(request.request_id, None, True, True, None) for request in doomed]
 
     def _prefill_ms(self, work: PassState) -> float:
@@ -460,7 +482,8 @@ class SglangModel:
         """Tokens of partial pages that nobody else could use; pages in REF are owned whole."""
         if not self.legacy:
             return 0
-        return sum(request.allocated - request.materialized for request in self.requests.values())
+        owners = (*self.requests.values(), *self.handoffs.held.values())
+        return sum(request.allocated - request.materialized for request in owners)
 
     def _promised(self) -> float:
         """Tokens that the running requests are expected to ask for."""
@@ -558,7 +581,7 @@ class SglangModel:
                 victim = min(self.running, key=lambda request: request.out)
             else:
                 if not work.retracted:
-                    self.running.sort(key=lambda request: (-request.out, request.prompt_length))
+                    self.running.sort(key=lambda request: (-request.out, request.num_input))
                 victim = self.running[-1]
             before = self._pressure_state()
             blocks = ceil_div(victim.allocated, self.page_size)
@@ -584,7 +607,7 @@ class SglangModel:
             self.kv.evict(LOOK_AHEAD_STEPS * len(self.running) - self.kv.available)
         self.kv.evict(self._growth(self.running, burst_max) - self.kv.available)
         if work.retracted:
-            self.generation += 1
+            self.handoffs.generation += 1
             if self.legacy:
                 work.retracted.sort(key=order.index)
             out = sum(request.out for request in self.running)
@@ -624,41 +647,20 @@ class SglangModel:
         per_token, bandwidth = self.config.kv_transfer_bytes_per_token, self.config.kv_transfer_bandwidth
         if self.config.worker_type != "prefill" or not per_token or not bandwidth:
             return None
-        return request.prompt_length * per_token / (bandwidth * 1e9) * 1000.0
+        return request.num_input * per_token / (bandwidth * 1e9) * 1000.0
 
     # ------------------------------------------------------------ boundaries
 
-    def complete_pass(self, pending: PendingPass, end_ms: float) -> PassCompletionEffects:
-        assert not pending.completed
-        pending.completed = True
-        effects = pending.effects
-        # Pending destinations are retried here.
-        effects.kv_events = [*effects.kv_events, *self._command_events()]
-        effects.metrics = self.metrics()._replace(
+    def _completion_metrics(self) -> Metrics:
+        return self.metrics()._replace(
             sglang_cache_hit_tokens=self.hit_tokens, sglang_cache_total_tokens=self.cache_total_tokens
         )
-        duration = max(0.0, end_ms - pending.started_at_ms)
-        effects.forward_pass_metrics = effects.forward_pass_metrics._replace(duration_ms=duration)
-        return effects
-
-    def complete_idle_group_pass(self, start_ms: float, end_ms: float) -> PassCompletionEffects:
-        idle = ForwardPassMetrics(0, 0, 0.0, 0, 0, 0, 0.0, 0, 0, 0.0, 0, 0, 0.0, max(0.0, end_ms - start_ms))
-        return PassCompletionEffects([], [], self._command_events(), self.metrics(), idle)
-
-    def next_internal_deadline_ms(self) -> float | None:
-        return None
-
-    def process_internal_work(self, now_ms: float, pass_in_flight: bool = False) -> InternalEffects:
-        return InternalEffects([], [] if pass_in_flight else self._command_events())
 
     def is_ready(self) -> bool:
         return not self.is_drained()
 
     def is_drained(self) -> bool:
-        return not self.requests and self.countdown == 0
-
-    def waiting_for_external_command(self) -> bool:
-        return False
+        return super().is_drained() and self.countdown == 0
 
     def _active_blocks(self) -> int:
         return ceil_div(self.total_tokens - self.kv.available + self._page_slack(), self.page_size)
@@ -666,28 +668,32 @@ class SglangModel:
     def metrics(self) -> Metrics:
         active, total = self._active_blocks(), self.config.num_gpu_blocks
         usage = active / total
-        running, waiting = len(self.running), len(self.waiting)
+        running = len(self.running)
+        waiting = len(self.waiting) + len(self.prebuilt) + len(self.handoffs.waiting_lengths())
         return Metrics(self.identity.dp_rank, active, 0, total, usage, usage, running, waiting, 0)
 
     def _forward_pass_metrics(self, work: PassState, duration_ms: float) -> ForwardPassMetrics:
         prefills = [chunk for chunk in work.chunks if chunk.computed > 0]
         decode_kv = Welford(work.decode_lengths)
-        fresh = Welford(request.prompt_length for request in self.waiting if request.out == 0)
-        again = Welford(request.length for request in self.waiting if request.out > 0)
+        new, again = [], [*(request.length for request in self.prebuilt), *self.handoffs.waiting_lengths()]
+        for request in self.waiting:
+            started = request.out > 0 or self.handoffs.is_active(request.request_id)
+            (again if started else new).append(request.length)
+        queued_prefill, queued_decode = Welford(new), Welford(again)
         return ForwardPassMetrics(
             num_prefill_requests=len(prefills),
             sum_prefill_tokens=sum(chunk.computed for chunk in prefills),
-            var_prefill_length=Welford(chunk.request.prompt_length for chunk in prefills).variance,
+            var_prefill_length=Welford(chunk.request.num_input for chunk in prefills).variance,
             sum_prefill_kv_tokens=sum(chunk.prefix for chunk in prefills),
             num_decode_requests=decode_kv.count,
             sum_decode_kv_tokens=decode_kv.sum,
             var_decode_kv_tokens=decode_kv.variance,
-            num_queued_prefill=fresh.count,
-            sum_queued_prefill_tokens=fresh.sum,
-            var_queued_prefill_length=fresh.variance,
-            num_queued_decode=again.count,
-            sum_queued_decode_kv_tokens=again.sum,
-            var_queued_decode_kv_tokens=again.variance,
+            num_queued_prefill=queued_prefill.count,
+            sum_queued_prefill_tokens=queued_prefill.sum,
+            var_queued_prefill_length=queued_prefill.variance,
+            num_queued_decode=queued_decode.count,
+            sum_queued_decode_kv_tokens=queued_decode.sum,
+            var_queued_decode_kv_tokens=queued_decode.variance,
             duration_ms=duration_ms,
         )
 
@@ -710,18 +716,26 @@ class SglangModel:
         return steps > 2**20 or (steps > 1024 and (not self.running or self.kv.reachable == 0))
 
     def stuck_head(self) -> tuple[int, str] | None:
-        """The head of the queue and why it can never progress; None while there is hope."""
-        if self.running or not self.waiting or not self._exhausted():
+        """The waiting request that can never progress and why; None while there is hope.
+
+        Pages that a handoff holds come back by a command. A pending destination keeps everybody from being
+        admitted, also the rest of a prompt whose first pages stand in its way: that request gives in.
+        """
+        handoffs = self.handoffs
+        if self.running or not self.waiting or not self._exhausted() or handoffs.held or handoffs.reserved:
             return None
-        return self.waiting[0].request_id, "pool too small"
+        candidates = [request for request in self.waiting if not handoffs.pending or request.lease.active]
+        return (candidates[0].request_id, "pool too small") if candidates else None
 
     def fail_head(self, now_ms: float) -> Output:
-        """Remove the stuck head; the signal that ends it."""
-        return self._fail(self.waiting[0])
+        """Remove the stuck request; the signal that ends it."""
+        stuck = self.stuck_head()
+        assert stuck is not None
+        return self._fail(self.requests[stuck[0]])
 
     def stuck_running(self) -> tuple[int, str] | None:
         """The lone running request if its next step can never fit; None while there is hope."""
-        if len(self.running) != 1 or not self._exhausted():
+        if len(self.running) != 1 or not self._exhausted() or self.handoffs.held or self.handoffs.reserved:
             return None
         return self.running[0].request_id, "outgrew the pool"
 
@@ -730,7 +744,7 @@ class SglangModel:
         return self._fail(self.running[0])
 
     def _fail(self, request: Live) -> Output:
-        self.generation += self._drop(request)
+        self.handoffs.generation += self._drop(request)
         self.last_pass_effect_free = False
         # What this freed is shown with the next completion.
         self.command_events = bool(self.kv.events.buffer)
@@ -744,6 +758,7 @@ class SglangModel:
         tree = self.kv.tree
         return {
             "waiting": [request.request_id for request in self.waiting],
+            "prebuilt": [request.request_id for request in self.prebuilt],
             "running": [request.request_id for request in self.running],
             "requests": {
                 request_id: {
@@ -768,24 +783,47 @@ class SglangModel:
             "protected_size": tree.protected_size,
             "next_event_id": self.kv.events.next_event_id,
             "buffered_events": list(self.kv.events.buffer),
+            "handoffs": self.handoffs.state(),
+            "parked": {
+                request.request_id: {
+                    "seq_len": request.length,
+                    "materialized": request.materialized,
+                    "cached": request.lease.cached,
+                    "pages": len(request.lease.pages),
+                }
+                for request in self._parked_owners()
+            },
         }
+
+    def _parked_owners(self) -> list[Live]:
+        """Requests outside the queues that own KV."""
+        return [*self.handoffs.held.values(), *(entry.request for entry in self.handoffs.reserved.values())]
 
     def check(self) -> None:
         """The invariants of sections 2, 4 and 5."""
-        members = [request.request_id for request in (*self.running, *self.waiting)]
+        members = [request.request_id for request in (*self.running, *self.waiting, *self.prebuilt)]
         assert sorted(members) == sorted(self.requests)
-        self.kv.check([request.lease for request in self.requests.values()])
+        assert not self.lifecycle
+        self.handoffs.check(set(self.requests))
+        owners = [*self.requests.values(), *self._parked_owners()]
+        self.kv.check([request.lease for request in owners])
+        assert all(not entry.request.lease.active for entry in self.handoffs.pending)
         assert self.min_ratio <= self.ratio or self.ratio <= 1.0
         limit = self.config.max_num_seqs
         assert limit is None or len(self.running) <= limit
-        for request in self.requests.values():
+        for request in owners:
             lease = request.lease
             assert request.allocated == len(lease.pages) * self.page_size
             assert 0 <= request.allocated - lease.materialized < self.page_size
             assert lease.cached <= lease.materialized <= request.length
             assert request.out <= request.max_output
-            if request.status == RUNNING:
+            if request.status == RUNNING and request.request_id in self.requests:
                 assert request in self.running
                 assert lease.materialized == request.length
-            else:
-                assert request in self.waiting
+            elif request.request_id in self.requests:
+                assert request in self.waiting or request in self.prebuilt
+        for request in (*self.prebuilt, *(entry.request for entry in self.handoffs.reserved.values())):
+            assert request.materialized == request.num_input == request.length
+        if self.is_drained():
+            assert self.kv.tree.protected_size == 0
+            assert self.metrics().running_requests == self.metrics().waiting_requests == 0
