@@ -114,8 +114,8 @@ class Worker:
     end_ms: float = math.inf
     #: pass of each rank while it is in flight; None for a rank that only waits for the barrier
     pending: list[Any] = field(default_factory=list)
-    #: actions for later, while a pass is in flight
-    deferred: list[tuple[Job, int, str]] = field(default_factory=list)
+    #: (rank, action) for later, while a pass is in flight
+    deferred: list[tuple[int, tuple[Job, int, str]]] = field(default_factory=list)
 
     @property
     def busy(self) -> bool:
@@ -263,7 +263,8 @@ class System:
         due = [worker for pool in self.pools.values() for worker in pool.workers if worker.end_ms <= self.now]
         for worker in due:
             worker.end_ms = math.inf
-            self.actions += worker.deferred
+            # rank by rank, each in its order
+            self.actions += [action for _, action in sorted(worker.deferred, key=lambda entry: entry[0])]
             worker.deferred = []
             passes, worker.pending = worker.pending, []
             for dp_rank, pending in enumerate(passes):
@@ -555,7 +556,7 @@ class System:
             return
         worker, dp_rank = owner
         if worker.busy:
-            worker.deferred.append((job, number, name))
+            worker.deferred.append((dp_rank, (job, number, name)))
             return
         command = {
             "ACTIVATE_DESTINATION": ActivateDestination,
