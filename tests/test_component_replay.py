@@ -10,11 +10,11 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from histories import radix_configs
-from kvsim.config import EngineConfig
+from kvsim.config import EngineConfig, SglangConfig
 from kvsim.contract import CancelRequest, Output, Request
 from kvsim.layout import RequestStatus
 from kvsim.replay.component import Completion, DriveEffects, EngineComponent, TokenTimes
@@ -77,10 +77,11 @@ class Loop:
         while True:
             effects = self.component.drive_ready(self.now, self.tokens)
             self.start(effects)
-            given_up = self.component.end_stuck_head(self.now, self.tokens)
-            if given_up is not None:
+            again = bool(effects)
+            while (given_up := self.component.end_stuck_head(self.now, self.tokens)) is not None:
                 self.complete(given_up)
-            elif not effects:
+                again = True
+            if not again:
                 return
 
     def release(self) -> bool:
@@ -176,6 +177,34 @@ def drive_like(
     return Loop(component, requests_of(run.workload), hints, concurrency, math.inf if cap is None else cap).run()
 
 
+# Under the older rules every fruitless pass of SGLang lowers its ratio, so even those have to be the same.
+@example(
+    items=[{"arrival_time_ms": 0.0, "input_tokens": 8, "output_tokens": 4}] * 6,
+    pinned=False,
+    config=EngineConfig.for_backend(
+        "sglang", ruleset="dynamo-1.3", num_gpu_blocks=8, sglang=SglangConfig(chunked_prefill_size=3)
+    ),
+    workers=3,
+    dp_size=1,
+    concurrency=None,
+    cap=None,
+)
+# A sibling still lowers its ratio when the head of rank 0 is hopeless already.
+@example(
+    items=[
+        {"arrival_time_ms": 0.0, "input_token_ids": [*range(8)], "output_tokens": 4},
+        {"arrival_time_ms": 0.0, "input_token_ids": [*range(8)], "output_tokens": 4},
+        {"arrival_time_ms": 0.0, "input_tokens": 8, "output_tokens": 4},
+        {"arrival_time_ms": 0.0, "input_token_ids": [*range(8)], "output_tokens": 4},
+        {"arrival_time_ms": 0.0, "input_token_ids": [*range(100, 108)], "output_tokens": 8},
+    ],
+    pinned=True,
+    config=EngineConfig.for_backend("sglang", num_gpu_blocks=16, sglang=SglangConfig(chunked_prefill_size=3)),
+    workers=1,
+    dp_size=2,
+    concurrency=None,
+    cap=None,
+)
 @settings(
     max_examples=2 * EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
