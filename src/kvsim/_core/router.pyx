@@ -31,7 +31,6 @@ _INT32 = np.dtype(np.int32)
 cdef enum:
     MIN_SHIFT = 54  # a table starts with 2**(64 - MIN_SHIFT) rows
     RANKS_PER_WORD = 64
-    AHEAD = 8  # blocks of a prompt whose rows are fetched ahead: they lie anywhere in memory
 
 cdef enum tracking_t:  # which blocks of a request count as in use
     TRACK_NONE = 0
@@ -67,7 +66,6 @@ cdef inline int64_t count_trailing_zeros(uint64_t word) noexcept nogil:
 
 cdef extern from *:
     int __builtin_ctzll(unsigned long long) noexcept nogil
-    void __builtin_prefetch(const void*) noexcept nogil
 
 
 # ---------------------------------------------------------------- table of blocks
@@ -98,12 +96,6 @@ cdef inline uint64_t* block_find(const blocks_t* t, uint64_t hash) noexcept nogi
         at = (at + 1) & mask
         row = t.rows + at * t.stride
     return row
-
-
-cdef inline void block_prefetch(const blocks_t* t, const uint64_t* hashes, int64_t at, int64_t n) noexcept nogil:
-    """Fetch the row of the block at `at` of a prompt of `n`, if there is one."""
-    if 0 <= at < n:
-        __builtin_prefetch(t.rows + home_of(hashes[at], t.shift) * t.stride)
 
 
 cdef inline void block_set(blocks_t* t, uint64_t* row, uint64_t hash, int64_t word, uint64_t bit) noexcept nogil:
@@ -220,7 +212,6 @@ cdef void walk(
     cdef uint64_t alive
     cdef const uint64_t* row
     for i in range(n):
-        block_prefetch(t, hashes, i + AHEAD, n)
         row = block_find(t, hashes[i])
         alive = 0
         for w in range(t.words):
@@ -668,7 +659,6 @@ cdef class RouterState:
             load = &self.load_of[at]
             with nogil:
                 for i in range(n):
-                    block_prefetch(&self.blocks, first, i + AHEAD, n)
                     row = block_find(&self.blocks, first[i])
                     if row[word] & bit:
                         share_add(&self.shares, first[i], <int32_t> at)
@@ -705,7 +695,6 @@ cdef class RouterState:
             with nogil:
                 # From the last block to the first, so that what is tracked stays closed towards the root.
                 for i in range(n - 1, -1, -1):
-                    block_prefetch(&self.blocks, first, i - AHEAD, n)
                     if share_take(&self.shares, first[i], <int32_t> at):
                         continue
                     row = block_find(&self.blocks, first[i])
