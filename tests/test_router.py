@@ -72,8 +72,12 @@ class Index:
         self.tracked = collections.defaultdict(collections.Counter)
 
     @property
-    def num_blocks(self):
-        return len(set().union(*self.present.values(), *(+tracked for tracked in self.tracked.values())))
+    def num_present(self):
+        return len(set().union(*self.present.values()))
+
+    @property
+    def num_tracked(self):
+        return len(set().union(*(+tracked for tracked in self.tracked.values())))
 
     @property
     def num_shared(self):
@@ -134,7 +138,8 @@ def test_the_tables_equal_sets_and_counters(data, prompts, num_ranks):
             live = [one for one in live if one[0] != at]
             # Its number is the only one that is free.
             assert state.add_rank(worker + 1000, 0) == at
-        assert (state.num_blocks, state.num_shared) == (index.num_blocks, index.num_shared)
+        for name in ("num_present", "num_tracked", "num_shared"):
+            assert getattr(state, name) == getattr(index, name), name
         for at in used:
             assert state.loads[at]["blocks"] == len(+index.tracked[at])
             assert state.loads[at]["requests"] == sum(one[0] == at for one in live)
@@ -158,7 +163,7 @@ def test_the_tables_grow_and_empty_again():
         state.apply(rank, event, table)
         for _ in range(2):
             state.begin(rank, blocks, len(blocks), 0)
-    assert (state.num_blocks, state.num_shared) == (20_000, 60_000)
+    assert (state.num_present, state.num_tracked, state.num_shared) == (20_000, 20_000, 60_000)
     state.match(blocks)
     assert state.overlap[:3].tolist() == state.held[:3].tolist() == [20_000] * 3
     event["kind"] = 1
@@ -167,7 +172,7 @@ def test_the_tables_grow_and_empty_again():
         for _ in range(2):
             state.end(rank, blocks, len(blocks), 0)
     state.remove_rank(ranks[2])
-    assert (state.num_blocks, state.num_shared) == (0, 0)
+    assert (state.num_present, state.num_tracked, state.num_shared) == (0, 0, 0)
     assert state.loads["blocks"].tolist() == [0] * len(state.loads)
 
 
@@ -178,7 +183,7 @@ def test_an_event_that_points_outside_its_blocks_changes_nothing():
     events[1]["count"] = 2
     with pytest.raises(ValueError, match=r"events\[1\]: its blocks must lie within the 3 rows"):
         state.apply(rank, events, blocks)
-    assert state.num_blocks == 0
+    assert state.num_present == 0
 
 
 @pytest.mark.parametrize(
