@@ -91,17 +91,6 @@ def test_placing_many_is_placing_one_by_one():
     assert many.next_rank() == one.next_rank()
 
 
-def test_requests_wait_in_order_while_there_is_no_worker():
-    made = round_robin([5])
-    settle(made, "worker_draining", 5)
-    waiting = [PlacedRequest(row, row, 8) for row in range(3)]
-    assert [made.place(one, 0.0) for one in waiting] == [None] * 3
-    assert made.cancel(1, 0.0) == ()
-    assert made.pending_count() == 2
-    assert settle(made, "worker_ready", 6) == [(waiting[0], Route(6, 0)), (waiting[2], Route(6, 0))]
-    assert made.pending_count() == 0
-
-
 def test_a_route_of_round_robin_claims_to_know_nothing():
     route = round_robin([0]).place(PlacedRequest(0, 0, 8), 0.0)
     assert route[:5] == (0, 0, 0, -1, -1)

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         WorkloadError,
     )
     from kvsim.layout import FailReason, RequestStatus
+    from kvsim.placement import KvRouter, KvRouterConfig, PlacedRequest, Placement, PoolInfo, RoundRobin, Route
     from kvsim.policies import Directive, Policy, register_policy
     from kvsim.rank import RankSnapshot, SchedulerRank
     from kvsim.report import ReplayResult, Sla
@@ -73,12 +74,17 @@ __all__ = [
     "FailReason",
     "FixedTiming",
     "IntegrityError",
+    "KvRouter",
+    "KvRouterConfig",
     "KvsimError",
     "NativeHostOffload",
     "NpzTiming",
+    "PlacedRequest",
+    "Placement",
     "PoisonedError",
     "Policy",
     "PolynomialTiming",
+    "PoolInfo",
     "RandomParameter",
     "RankIdentity",
     "RankSnapshot",
@@ -87,6 +93,8 @@ __all__ = [
     "Request",
     "RequestStatus",
     "ReserveDestination",
+    "RoundRobin",
+    "Route",
     "SchedulerRank",
     "SglangConfig",
     "Sla",
@@ -124,6 +132,7 @@ _HOMES = {
         "CommandError ConfigError IntegrityError KvsimError PoisonedError SnapshotError TimingError WorkloadError"
     ),
     "layout": "FailReason RequestStatus",
+    "placement": "KvRouter KvRouterConfig PlacedRequest Placement PoolInfo RoundRobin Route",
     "policies": "Directive Policy register_policy",
     "rank": "RankSnapshot SchedulerRank",
     "report": "ReplayResult Sla",
