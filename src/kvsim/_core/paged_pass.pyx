@@ -437,7 +437,7 @@ cdef int schedule_waiting(rank_t* r) noexcept nogil:
 
     A destination without capacity has a claim to what becomes free: while there
     is one, only requests that own their blocks already may enter. They also
-    pass a blocked head if nothing runs, since it may be them it waits for.
+    pass a blocked head if nobody else owns anything: it is them it waits for.
     """
     cdef pass_t* p = &r.p
     cdef header_t* h = r.header
@@ -475,7 +475,7 @@ cdef int schedule_waiting(rank_t* r) noexcept nogil:
                 reject(r, slot, POOL_TOO_SMALL, needed)
                 continue
             if decision == WAIT:
-                if likely(h.num_materialised == 0 or h.num_running > 0):
+                if likely(h.num_materialised == 0) or h.num_running + h.num_held_destinations + h.num_held_sources > 0:
                     break
                 slot = first_materialised(r)
                 cached = 0
