@@ -439,6 +439,9 @@ class HandoffRank:
     def is_drained(self) -> bool:
         return self.is_empty() and not self.handoffs
 
+    def is_ready(self) -> bool:
+        return not self.is_drained()
+
     def waiting_for_external_command(self) -> bool:
         return self.is_empty() and bool(self.handoffs)
 

@@ -787,9 +787,6 @@ class PagedModel(HandoffRank):
 
     # ------------------------------------------------------------ boundaries
 
-    def is_ready(self) -> bool:
-        return bool(self.running or self.waiting)
-
     def metrics(self) -> Metrics:
         active, inactive, total = self.pool.active_blocks, len(self.pool.inactive), self.config.num_gpu_blocks
         return Metrics(

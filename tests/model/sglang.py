@@ -657,11 +657,11 @@ class SglangModel(HandoffRank):
             sglang_cache_hit_tokens=self.hit_tokens, sglang_cache_total_tokens=self.cache_total_tokens
         )
 
-    def is_ready(self) -> bool:
-        return not self.is_drained()
-
     def is_drained(self) -> bool:
         return super().is_drained() and self.countdown == 0
+
+    def waiting_for_external_command(self) -> bool:
+        return super().waiting_for_external_command() and self.countdown == 0
 
     def _active_blocks(self) -> int:
         return ceil_div(self.total_tokens - self.kv.available + self._page_slack(), self.page_size)
