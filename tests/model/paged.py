@@ -159,7 +159,6 @@ class PagedModel(HandoffRank):
         self.event_buffer: list[KvEvent] = []
         self.last_pass_effect_free = False
         self.handoffs = Handoffs()
-        self.tracked: dict[tuple[str, int], int] = {}
         #: what happened to handoffs in the pass that is being formed
         self.lifecycle: list[Any] = []
         #: requests built so far: the order of their arrival

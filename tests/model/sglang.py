@@ -163,7 +163,6 @@ class SglangModel(HandoffRank):
         #: activated destinations, until a pass promotes them into `running`
         self.prebuilt: list[Live] = []
         self.handoffs = Handoffs()
-        self.tracked: dict[tuple[str, int], int] = {}
         #: what happened to handoffs in the pass that is being formed
         self.lifecycle: list[Any] = []
         self.init_ratio = RATIO_OF_CONSERVATIVENESS * self.options.schedule_conservativeness
