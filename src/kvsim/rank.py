@@ -670,8 +670,13 @@ class SchedulerRank:
         return InternalEffects(kv_events=self._drain_events())
 
     def is_ready(self) -> bool:
-        """Whether a pass may be executed: the rank owns something, or prefill still has to wait for its interval."""
-        return self._poison is None and not self._idle()
+        """Whether a pass could have work: a request waits or runs.
+
+        SGLang is ready as long as it owns anything at all, halves of handoffs
+        included, and while prefill has to wait for its interval: ask
+        `waiting_for_external_command`, too, before executing passes in a row.
+        """
+        return self._poison is None and not (self._idle() if self._radix else self._state.empty())
 
     def is_empty(self) -> bool:
         """Whether no request waits or runs; halves of handoffs that only a command moves do not count."""

@@ -159,7 +159,6 @@ class PagedModel(HandoffRank):
         self.event_buffer: list[KvEvent] = []
         self.last_pass_effect_free = False
         self.handoffs = Handoffs()
-        self.tracked: dict[tuple[str, int], int] = {}
         #: what happened to handoffs in the pass that is being formed
         self.lifecycle: list[Any] = []
         #: requests built so far: the order of their arrival
@@ -787,9 +786,6 @@ class PagedModel(HandoffRank):
 
     # ------------------------------------------------------------ boundaries
 
-    def is_ready(self) -> bool:
-        return bool(self.running or self.waiting)
-
     def metrics(self) -> Metrics:
         active, inactive, total = self.pool.active_blocks, len(self.pool.inactive), self.config.num_gpu_blocks
         return Metrics(
@@ -833,17 +829,17 @@ class PagedModel(HandoffRank):
     # ------------------------------------------------------------ liveness
 
     def stuck_head(self) -> tuple[int, str] | None:
-        """The head of the queue and why it can never progress; None while there is hope.
-
-        While a destination is pending nobody looks at the head, and the destination waits for a command.
-        """
-        if self.running or not self.waiting or not self.last_pass_effect_free or self.handoffs.pending:
+        """The head of the queue and why it can never progress; None while there is hope."""
+        if self.running or not self.waiting or not self.last_pass_effect_free:
             return None
         head = self.waiting[0]
         if head.outgrown:
             return head.request_id, "outgrew the pool"
         if max(self._blocks(head.length), head.wants_blocks) > self.config.num_gpu_blocks:
             return head.request_id, "outgrew the pool"
+        if self.handoffs.pending or self.handoffs.held or self.handoffs.reserved:
+            # It may be blocked by what a command will end.
+            return None
         limit = self.config.max_num_batched_tokens
         uncached = head.num_input - min(head.num_input, self._prefix_cost(head).cached_tokens)
         if not self.config.enable_chunked_prefill and limit is not None and uncached > limit:

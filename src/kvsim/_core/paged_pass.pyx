@@ -21,7 +21,7 @@ from kvsim._core.rng cimport rng_accept
 from kvsim._core.signals cimport count_pass, emit_token, pass_open, pressure, rejected_last, signal
 from kvsim._core.timing cimport timing_decode, timing_prefill
 from kvsim._core.types cimport (
-    ASK_VICTIM, BUDGET_TOO_SMALL, BY_SCORE, COMPLETED, DECODE, MATERIALISED, MODEL_LENGTH, NEWEST, NOT_ADMITTED,
+    ASK_VICTIM, BUDGET_TOO_SMALL, BY_SCORE, COMPLETED, CROWDED, DECODE, MATERIALISED, MODEL_LENGTH, NEWEST, NOT_ADMITTED,
     NO_REASON, NO_SLOT, OUTGREW_POOL, OUTGROWN, PASS_FAILED, PASS_OK, POOL_TOO_SMALL, PREEMPTED, PREFILL, REJECTED,
     RUNNING, SCORED, SIGNALLED, TO_COMPLETION, WAITING, admission_t, config_t, content_t, header_t, likely, pass_t,
     prefetch, pressure_t, rank_t, request_t, unlikely,
@@ -168,6 +168,16 @@ cdef int paged_misfit(const rank_t* r, int64_t num_input, int64_t max_output, in
 
 # ---------------------------------------------------------------- preemption
 
+cdef inline int64_t burst_of(const rank_t* r, const request_t* q) noexcept nogil:
+    """Most tokens a ready request may emit in this pass."""
+    cdef int64_t most = 1
+    if r.config.worker != PREFILL:
+        most += r.config.nextn if r.config.always_draft else q.sched_drafts
+    if most > q.limit - q.length:
+        most = q.limit - q.length
+    return most
+
+
 cdef inline int64_t pick_victim(rank_t* r, int32_t slot) noexcept nogil:
     """Index in `running` of the request to preempt, -1 if there is none, -2 if the policy failed."""
     cdef int32_t victim
@@ -234,16 +244,21 @@ cdef void preempt_for_sample(rank_t* r, int64_t index) noexcept nogil:
     """Preempt a running request because a sample finds no block; what it computed in this pass stays counted.
 
     Had it the whole pool to itself and still the pool is too small for what it
-    emits when it comes back, then coming back would end here again.
+    emits when it comes back, then coming back would end here again. If handoffs
+    hold the rest and no time passes, it would do so for ever at this instant.
     """
     cdef int32_t slot = r.running[index]
     cdef request_t* q = &r.requests[slot]
     q.stamp = -1
     preempt(r, index)
     # Preempted, it has no drafts but those that every pass makes.
-    if (r.header.num_running == 0 and pool_active(r) == 0
-            and blocks_of(r, q.length + burst_of(r, q)) > r.config.num_blocks):
-        q.flags |= OUTGROWN
+    if r.header.num_running > 0:
+        return
+    if pool_active(r) == 0:
+        if blocks_of(r, q.length + burst_of(r, q)) > r.config.num_blocks:
+            q.flags |= OUTGROWN
+    elif r.p.prefill_ms + r.p.decode_ms == 0.0:
+        q.flags |= CROWDED
 
 
 # ---------------------------------------------------------------- scheduling one request
@@ -396,6 +411,11 @@ cdef void reject(rank_t* r, int32_t slot, int32_t reason, int64_t needed) noexce
     r.p.completed += 1
 
 
+cdef inline int64_t known_blocks(const rank_t* r, const request_t* q) noexcept nogil:
+    """Blocks that a request must find to enter."""
+    return blocks_of(r, q.length + burst_of(r, q) if unlikely(q.flags & CROWDED) else q.length)
+
+
 cdef inline int64_t uncommitted_blocks(const rank_t* r) noexcept nogil:
     """Blocks not in use and not reserved for outputs of what runs or came with a handoff (spec/vllm.md section 11)."""
     return (r.config.num_blocks - pool_active(r) - (r.header.running_completion - r.header.running_blocks)
@@ -423,7 +443,7 @@ cdef int gate(rank_t* r, int32_t slot, int64_t active_hits, int64_t* needed) noe
             return REJECT
         available = uncommitted_blocks(r)
     else:
-        needed[0] = blocks_of(r, q.length)
+        needed[0] = known_blocks(r, q)
         if needed[0] > c.num_blocks and q.status == WAITING:
             return REJECT
         available = c.num_blocks - pool_active(r)
@@ -487,8 +507,10 @@ cdef int schedule_waiting(rank_t* r) noexcept nogil:
         if result != SCHEDULED:
             break
         waiting_remove(r, slot)
-        if unlikely(r.requests[slot].flags & MATERIALISED):
-            materialised_leave(r, slot)
+        if unlikely(r.requests[slot].flags & (MATERIALISED | CROWDED)):
+            if r.requests[slot].flags & MATERIALISED:
+                materialised_leave(r, slot)
+            r.requests[slot].flags &= <unsigned char>~CROWDED
         running_append(r, slot)
         a = &r.admissions[r.num_admissions]
         r.num_admissions += 1
@@ -528,16 +550,6 @@ cdef void collect_ready(rank_t* r) noexcept nogil:
         ended = True
     if ended:
         sweep(r)
-
-
-cdef inline int64_t burst_of(const rank_t* r, const request_t* q) noexcept nogil:
-    """Most tokens a ready request may emit in this pass."""
-    cdef int64_t most = 1
-    if r.config.worker != PREFILL:
-        most += r.config.nextn if r.config.always_draft else q.sched_drafts
-    if most > q.limit - q.length:
-        most = q.limit - q.length
-    return most
 
 
 cdef int reserve_bursts(rank_t* r) noexcept nogil:
@@ -764,7 +776,7 @@ cdef int paged_stuck(const rank_t* r, int32_t* slot, int64_t* needed) noexcept n
     if slot[0] == NO_SLOT:
         return NO_REASON
     q = &r.requests[slot[0]]
-    needed[0] = blocks_of(r, q.length)
+    needed[0] = known_blocks(r, q)
     if q.flags & OUTGROWN and needed[0] <= c.num_blocks:
         needed[0] = c.num_blocks + 1
     if needed[0] > c.num_blocks:
