@@ -66,7 +66,7 @@ def test_schedulers_are_numbered_over_workers_and_ranks():
 
 
 def test_admissions_are_grouped_by_request_in_time_order():
-    log = np.array([(2, 0.0, 0, 0, 0), (0, 5.0, 16, 0, 0), (2, 10.0, 32, 0, 0)], ADMISSION_LOG)
+    log = np.array([(2, 0.0, 0, 0, 0, 0, 0), (0, 5.0, 16, 0, 0, 0, 0), (2, 10.0, 32, 0, 0, 0, 0)], ADMISSION_LOG)
     index = AdmissionIndex(log)
     assert index.of(2)["at_ms"].tolist() == [0.0, 10.0]
     assert index.of(1).shape == (0,)
