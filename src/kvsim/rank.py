@@ -131,6 +131,10 @@ def describe_reason(reason: int, needed: int, config: EngineConfig) -> str:
         )
     if reason == FailReason.NOT_ADMITTED:
         return "the policy never lets it run"
+    if reason == FailReason.NO_WORKER:
+        return "no worker was active to take it"
+    if reason == FailReason.STALLED:
+        return "waited for something that could not happen any more"
     return ""
 
 
@@ -656,6 +660,58 @@ class SchedulerRank:
             self.metrics(),
             ForwardPassMetrics(0, 0, 0.0, 0, 0, 0, 0.0, 0, 0, 0.0, 0, 0, 0.0, duration),
         )
+
+    # ------------------------------------------------------------ one of a group
+
+    @property
+    def last_pass_progressed(self) -> bool:
+        """Whether the last pass changed anything an observer could see (spec/engine-contract.md section 7)."""
+        return bool(self._state.progressed())
+
+    @property
+    def prefill_countdown(self) -> int:
+        """Passes of the group that may not prefill yet (spec/sglang.md section 6.7); 0 without an interval."""
+        if not self.config.prefill_decode_interval:
+            return 0
+        return int(self._state.view("radix")[0]["countdown"])
+
+    def prepare_group_pass(self, wave_step: int, dp_size: int) -> None:
+        """Before a pass of the group, whether or not this rank takes part in it.
+
+        Parameters
+        ----------
+        wave_step : int
+            Passes of the group since it was last drained. No engine that is simulated reads it.
+        dp_size : int
+            With siblings, what depends on all ranks waits for `observe_group_pass`.
+        """
+        self._check_alive()
+        self._state.grouped = dp_size > 1
+
+    def observe_group_pass(self, *, executed: bool, prefilled: bool, worked: bool) -> None:
+        """After the ranks of the group executed a pass, before it completes.
+
+        Parameters
+        ----------
+        executed : bool
+            Whether this rank took part.
+        prefilled : bool
+            Whether any rank computed prompt tokens: the prefill interval starts anew for all.
+        worked : bool
+            Whether any rank ran its model. After a round that only waited for
+            the interval the new-token ratio returns to its first value.
+        """
+        self._check_alive()
+        interval = self.config.prefill_decode_interval
+        if not interval:
+            return
+        radix = self._state.view("radix", writable=True)[0]
+        if prefilled:
+            radix["countdown"] = interval
+        elif not executed and radix["countdown"] > 0:
+            radix["countdown"] -= 1
+        if executed and not worked and self._retry_hint() is SameTimestampRetry.COUNTDOWN:
+            radix["new_token_ratio"] = self._state.view("config")[0]["init_ratio"]
 
     # ------------------------------------------------------------ readiness
 

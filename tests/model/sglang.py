@@ -62,7 +62,7 @@ class Live:
     lease: Lease = field(default_factory=Lease)
     allocated: int = 0
     status: str = WAITING
-    #: it was in a prefill batch at some time
+    #: it was in a prefill batch or promoted at some time
     ever_admitted: bool = False
 
     @property

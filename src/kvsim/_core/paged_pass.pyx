@@ -634,7 +634,7 @@ cdef void emit_plain(rank_t* r) noexcept nogil:
             prefetch(&r.requests[r.ready[i + 2]])
         q = &r.requests[slot]
         r.burst[i] = 1
-        if likely(q.length + 1 < q.limit and not r.want_signals):
+        if likely(q.length + 1 < q.limit and not r.want_signals and (not r.want_firsts or q.flags & SIGNALLED)):
             q.length += 1
             q.generated += 1
             q.flags |= SIGNALLED

@@ -662,6 +662,15 @@ cdef class RankState:
         return self.r.p.completed
 
     @property
+    def grouped(self):
+        """Whether the rank has siblings, so that its driver does what depends on all of them."""
+        return bool(self.r.grouped)
+
+    @grouped.setter
+    def grouped(self, bint value):
+        self.r.grouped = value
+
+    @property
     def acceptance(self):
         """(non-rejected signals, distinct requests among them) of the last pass."""
         return (self.r.p.visible, self.r.p.visible_requests)
@@ -813,6 +822,7 @@ cdef class RankState:
         other._timing = self._timing
         other._profile = self._profile
         other.r.profile = self.r.profile
+        other.r.grouped = self.r.grouped
         other._offsets = self._offsets
         # Zeroed: the ends of spans are never written, and the digest covers whole spans.
         other.arena = np.zeros(len(self.arena), np.uint8)
