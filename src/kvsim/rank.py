@@ -790,6 +790,14 @@ class SchedulerRank:
         self._state.release_contents(rows["slot"])
         return self._build_output(rows[0])
 
+    def unblock(self) -> bool:
+        """Let a request whose prompt came with a handoff pass a queue head that waits for its blocks.
+
+        For drivers, when nothing else can happen; until then a later handoff
+        may still free the head. False if that is not what blocks the rank.
+        """
+        return self._state.unblock()
+
     # ------------------------------------------------------------ looking in
 
     @property

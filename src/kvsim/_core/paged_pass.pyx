@@ -245,7 +245,8 @@ cdef void preempt_for_sample(rank_t* r, int64_t index) noexcept nogil:
 
     Had it the whole pool to itself and still the pool is too small for what it
     emits when it comes back, then coming back would end here again. If handoffs
-    hold the rest and no time passes, it would do so for ever at this instant.
+    hold the rest and no time passes, it would do so for ever at this instant;
+    for ever even if time passes, if who holds it waits further back.
     """
     cdef int32_t slot = r.running[index]
     cdef request_t* q = &r.requests[slot]
@@ -257,7 +258,7 @@ cdef void preempt_for_sample(rank_t* r, int64_t index) noexcept nogil:
     if pool_active(r) == 0:
         if blocks_of(r, q.length + burst_of(r, q)) > r.config.num_blocks:
             q.flags |= OUTGROWN
-    elif r.p.prefill_ms + r.p.decode_ms == 0.0:
+    elif r.p.prefill_ms + r.p.decode_ms == 0.0 or r.header.num_held_destinations + r.header.num_materialised > 0:
         q.flags |= CROWDED
 
 
@@ -456,8 +457,7 @@ cdef int schedule_waiting(rank_t* r) noexcept nogil:
     """Admissions in queue order; a blocked head blocks all behind it (spec/vllm.md section 4.3).
 
     A destination without capacity has a claim to what becomes free: while there
-    is one, only requests that own their blocks already may enter. They also
-    pass a blocked head if nobody else owns anything: it is them it waits for.
+    is one, only requests that own their blocks already may enter.
     """
     cdef pass_t* p = &r.p
     cdef header_t* h = r.header
@@ -495,10 +495,7 @@ cdef int schedule_waiting(rank_t* r) noexcept nogil:
                 reject(r, slot, POOL_TOO_SMALL, needed)
                 continue
             if decision == WAIT:
-                if likely(h.num_materialised == 0) or h.num_running + h.num_held_destinations + h.num_held_sources > 0:
-                    break
-                slot = first_materialised(r)
-                cached = 0
+                break
         result = schedule(r, slot, True, cached)
         h = r.header
         c = r.config
@@ -781,10 +778,30 @@ cdef int paged_stuck(const rank_t* r, int32_t* slot, int64_t* needed) noexcept n
         needed[0] = c.num_blocks + 1
     if needed[0] > c.num_blocks:
         return OUTGREW_POOL
+    # Blocks of a handoff come back, and a destination without capacity gets some, when a command says so; blocks
+    # of somebody further back, when `paged_unblock` lets it pass.
+    if (r.header.num_pending + r.header.num_held_destinations + r.header.num_held_sources
+            + r.header.num_materialised > 0):
+        return NO_REASON
     if not c.chunked and q.num_input > c.budget:
         needed[0] = q.num_input
         return BUDGET_TOO_SMALL
-    # Blocks of a handoff come back, and a destination without capacity gets some, when a command says so.
-    if r.header.num_pending + r.header.num_held_destinations + r.header.num_held_sources > 0:
-        return NO_REASON
     return NOT_ADMITTED
+
+
+cdef bint paged_unblock(rank_t* r) noexcept nogil:
+    """Let the first request whose prompt came with a handoff pass a head that waits for its blocks.
+
+    For when nothing else can happen: a later handoff could still free the head.
+    """
+    cdef header_t* h = r.header
+    cdef int32_t slot
+    if not h.effect_free or h.num_running > 0 or h.num_pending > 0 or h.num_materialised == 0:
+        return False
+    slot = first_materialised(r)
+    if slot == h.waiting_head:
+        return False
+    waiting_remove(r, slot)
+    waiting_link(r, slot, h.waiting_head)
+    h.effect_free = False
+    return True
