@@ -659,6 +659,13 @@ class SglangModel(HandoffRank):
     def is_drained(self) -> bool:
         return super().is_drained() and self.countdown == 0
 
+    def is_ready(self) -> bool:
+        return not self.is_drained()
+
+    def unblock(self) -> bool:
+        """Activated destinations have a queue of their own, ahead of all others: nobody is in their way."""
+        return False
+
     def waiting_for_external_command(self) -> bool:
         return super().waiting_for_external_command() and self.countdown == 0
 
