@@ -348,7 +348,7 @@ class Pair:
         mine = self.rank.apply_command(command, context, pending[0])
         assert plain(mine) == plain(expected)
         self.index.replay(mine.kv_events)
-        self.ledger.command(command, mine)
+        self.ledger.command(command, mine, in_flight=self.in_flight is not None)
         if self.in_flight is not None:
             same_effects(self.in_flight[0].pending.effects, self.in_flight[1].pending.effects)
         self.compare()
@@ -511,26 +511,37 @@ class Ledger:
     def __init__(self) -> None:
         #: request id -> whether its reservation was told
         self.accepted: dict[int, bool] = {}
+        #: accepted while a pass is in flight: outputs of that pass are of a request before it with the same id
+        self.late: set[int] = set()
 
-    def command(self, command: Command, effects: CommandEffects) -> None:
+    def command(self, command: Command, effects: CommandEffects, *, in_flight: bool) -> None:
         if isinstance(effects.result, DestinationAccepted):
-            assert effects.result.request_id not in self.accepted
-            self.accepted[effects.result.request_id] = False
+            request_id = effects.result.request_id
+            assert request_id not in self.accepted
+            self.accepted[request_id] = False
+            if in_flight:
+                self.late.add(request_id)
         for request_id in effects.retired_requests:
             self.ended(request_id)
         if isinstance(command, CancelRequest) and effects.suppressed_pending_output:
             # Nobody will be told that it was complete.
-            self.ended(id_to_int(command.request_id))
+            self._told(id_to_int(command.request_id))
         self._reserved(effects.lifecycle_events)
 
     def completion(self, effects: PassCompletionEffects) -> None:
         for output in effects.outputs:
             if output.completed:
-                self.ended(output.request_id)
+                self._told(output.request_id)
+        self.late.clear()
         self._reserved(effects.lifecycle_events)
+
+    def _told(self, request_id: int) -> None:
+        if request_id not in self.late:
+            self.ended(request_id)
 
     def ended(self, request_id: int) -> None:
         self.accepted.pop(request_id, None)
+        self.late.discard(request_id)
 
     def _reserved(self, events: Iterable[Any]) -> None:
         for event in events:

@@ -177,6 +177,8 @@ def tables_of(requests):
                 0,
                 -1,
                 int(is_tokens),
+                0.0,
+                0,
             )
         )
         table += rows

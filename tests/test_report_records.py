@@ -5,9 +5,10 @@ import uuid
 import numpy as np
 import pytest
 
-from kvsim.layout import FailReason, RequestStatus
+import dynamo_cases
+from kvsim.layout import HANDOFF_RECORD, FailReason, Pool, RequestStatus
 from kvsim.report import ADMISSION_LOG, GapHistogram, ReplayResult, RunTotals, Sla, format_table, request_row
-from kvsim.report.records import AdmissionIndex
+from kvsim.report.records import RowIndex
 from report_cases import RecordedRun, completed, gaps_of, load_case, record, recorded_paths, table_of
 
 CASES = recorded_paths()
@@ -66,8 +67,8 @@ def test_schedulers_are_numbered_over_workers_and_ranks():
 
 
 def test_admissions_are_grouped_by_request_in_time_order():
-    log = np.array([(2, 0.0, 0, 0, 0), (0, 5.0, 16, 0, 0), (2, 10.0, 32, 0, 0)], ADMISSION_LOG)
-    index = AdmissionIndex(log)
+    log = np.array([(2, 0.0, 0, 0, 0, 0, 0), (0, 5.0, 16, 0, 0, 0, 0), (2, 10.0, 32, 0, 0, 0, 0)], ADMISSION_LOG)
+    index = RowIndex(log)
     assert index.of(2)["at_ms"].tolist() == [0.0, 10.0]
     assert index.of(1).shape == (0,)
     row = request_row(completed(tokens=[1.0], admissions=2), admissions=index.of(2))
@@ -85,7 +86,7 @@ def test_rebuilt_rows_are_the_recorded_rows(name):
     run = RecordedRun(case)
     if "workers" not in run.spec["topology"]:
         pytest.skip("rows are of aggregated runs, this one is disaggregated")
-    admissions = AdmissionIndex(run.admissions())
+    admissions = RowIndex(run.admissions())
     for k, (made, wanted) in enumerate(zip(run.records(), run.rows, strict=True)):
         row = request_row(
             made,
@@ -234,3 +235,73 @@ def test_table_shows_statistics_counts_and_what_is_missing():
 def test_table_shows_goodput_when_there_is_a_bound():
     text = result_of(completed(tokens=[5.0]), sla=Sla(ttft_ms=10)).table()
     assert cells(text, "Goodput requests") == ["1"]
+
+
+# ---------------------------------------------------------------- pools, handoffs, placements
+
+
+#: With rows; the tiers of a host cache are not part of ordinary ones.
+WITH_ROWS = [name for name in dynamo_cases.ENDED if dynamo_cases.rows(name) and "host_offload" not in name]
+
+
+@pytest.mark.parametrize("name", WITH_ROWS)
+def test_rows_of_pools_and_routers_are_the_recorded_rows(name):
+    dp_size, prefill_dp_size = dynamo_cases.dp_sizes(name)
+    result = ReplayResult(
+        dynamo_cases.records(name),
+        GapHistogram(),
+        RunTotals(end_ms=1e9),
+        admissions=dynamo_cases.admissions(name),
+        handoffs=dynamo_cases.handoffs(name),
+        routing=dynamo_cases.routing(name),
+        session_names={},
+        dp_size=dp_size,
+        prefill_dp_size=prefill_dp_size,
+    )
+    made = list(result.rows())
+    assert len(made) == len(dynamo_cases.rows(name))
+    for row, wanted in zip(made, dynamo_cases.rows(name), strict=True):
+        wanted = {key: value for key, value in wanted.items() if key not in ("row", "session_id")}
+        assert set(wanted) < set(row)
+        assert dynamo_cases.same(wanted, {key: row[key] for key in wanted}) == []
+    for key in ("prefix_cache_reused_ratio", "first_admission_prefix_cache_reused_ratio"):
+        assert result.summary[key] == pytest.approx(dynamo_cases.load(name)["expected"]["summary"][key])
+
+
+def disaggregated(**fields):
+    handoff = np.zeros((), HANDOFF_RECORD)
+    for column in HANDOFF_RECORD.names:
+        handoff[column] = math.nan if column.endswith("_ms") else -1
+    for column, value in fields.items():
+        handoff[column] = value
+    return handoff
+
+
+def test_a_second_pool_is_no_readmission_and_a_second_admission_in_it_is():
+    log = np.array(
+        [(0, 0.0, 0, 0, 0, Pool.PREFILL, 0), (0, 5.0, 0, 0, 0, Pool.DECODE, 0), (0, 9.0, 48, 0, 0, Pool.DECODE, 0)],
+        ADMISSION_LOG,
+    )
+    made = completed(tokens=[8.0], admissions=3, reused_tokens=48, input_tokens=50)
+    row = request_row(made, admissions=log, handoff=disaggregated(decode_reused_tokens=48))
+    assert [entry["pool_admission_ordinal"] for entry in row["admission_history"]] == [0, 0, 1]
+    assert [entry["pool"] for entry in row["admission_history"]] == ["prefill", "decode", "decode"]
+    assert (row["admission_count"], row["readmission_count"]) == (3, 1)
+    # The record shows what the prefill pool reused; the ratio of a run counts the most that any pool did.
+    assert (row["reused_input_tokens"], row["decode_reused_input_tokens"]) == (0, 48)
+    bare = request_row(made, handoff=disaggregated(decode_reused_tokens=48))
+    assert (bare["admission_count"], bare["readmission_count"], bare["reused_input_tokens"]) == (3, 1, 0)
+
+
+def test_halves_that_did_not_happen_are_null():
+    row = request_row(record(status=RequestStatus.FAILED, terminal_ms=9.0), handoff=disaggregated(prefill_worker=1))
+    assert row["prefill_worker_idx"] == 1
+    for key in ("decode_worker_idx", "source_held_ms", "decode_reused_input_tokens", "decode_route_overlap_tokens"):
+        assert row[key] is None
+    assert (row["routing_history"], row["readmission_count"]) == ([], 0)
+
+
+def test_ranks_of_the_pools_are_numbered_by_their_own_size():
+    handoff = disaggregated(prefill_worker=3, prefill_dp_rank=1)
+    row = request_row(completed(tokens=[1.0], worker=2, dp_rank=1), handoff=handoff, dp_size=4, prefill_dp_size=2)
+    assert (row["prefill_worker_idx"], row["decode_worker_idx"]) == (7, 9)

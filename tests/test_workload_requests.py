@@ -147,7 +147,7 @@ def test_a_bad_request_is_named_by_position_and_field(changes, message):
 
 
 def test_unknown_keys_can_be_let_through():
-    assert len(workload_from_requests([request(priority=3)], strict=False)) == 1
+    assert len(workload_from_requests([request(colour=3)], strict=False)) == 1
 
 
 def test_an_empty_list_is_an_error():

@@ -43,15 +43,22 @@ if TYPE_CHECKING:
         CommandError,
         ConfigError,
         IntegrityError,
+        InternalWorkDueError,
         KvsimError,
         PoisonedError,
+        PolicyError,
         SnapshotError,
         TimingError,
         WorkloadError,
     )
+    from kvsim.group import EngineGroup
     from kvsim.layout import FailReason, RequestStatus
     from kvsim.policies import Directive, Policy, register_policy
     from kvsim.rank import RankSnapshot, SchedulerRank
+    from kvsim.replay.component import EngineComponent
+    from kvsim.replay.pool import PoolSpec
+    from kvsim.replay.scaling import ScalingPolicy
+    from kvsim.replay.telemetry import TelemetryOptions
     from kvsim.report import ReplayResult, Sla
     from kvsim.sweeps import RandomParameter, SweepResult, sweep
     from kvsim.workload import Workload, load_workload
@@ -68,17 +75,22 @@ __all__ = [
     "CommandError",
     "ConfigError",
     "Directive",
+    "EngineComponent",
     "EngineConfig",
+    "EngineGroup",
     "ExternalTiming",
     "FailReason",
     "FixedTiming",
     "IntegrityError",
+    "InternalWorkDueError",
     "KvsimError",
     "NativeHostOffload",
     "NpzTiming",
     "PoisonedError",
     "Policy",
+    "PolicyError",
     "PolynomialTiming",
+    "PoolSpec",
     "RandomParameter",
     "RankIdentity",
     "RankSnapshot",
@@ -87,6 +99,7 @@ __all__ = [
     "Request",
     "RequestStatus",
     "ReserveDestination",
+    "ScalingPolicy",
     "SchedulerRank",
     "SglangConfig",
     "Sla",
@@ -94,6 +107,7 @@ __all__ = [
     "Submit",
     "SubmitHandoffPrefill",
     "SweepResult",
+    "TelemetryOptions",
     "TimingError",
     "TimingModel",
     "TrtllmConfig",
@@ -121,11 +135,17 @@ _HOMES = {
         "Request ReserveDestination Submit SubmitHandoffPrefill TimingModel"
     ),
     "errors": (
-        "CommandError ConfigError IntegrityError KvsimError PoisonedError SnapshotError TimingError WorkloadError"
+        "CommandError ConfigError IntegrityError InternalWorkDueError KvsimError PoisonedError PolicyError "
+        "SnapshotError TimingError WorkloadError"
     ),
+    "group": "EngineGroup",
     "layout": "FailReason RequestStatus",
     "policies": "Directive Policy register_policy",
     "rank": "RankSnapshot SchedulerRank",
+    "replay.component": "EngineComponent",
+    "replay.pool": "PoolSpec",
+    "replay.scaling": "ScalingPolicy",
+    "replay.telemetry": "TelemetryOptions",
     "report": "ReplayResult Sla",
     "sweeps": "RandomParameter SweepResult sweep",
     "workload": "Workload load_workload",

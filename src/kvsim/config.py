@@ -369,6 +369,23 @@ class EngineConfig(_Strict, frozen=True):
             raise ConfigError(sorted(unknown)[0], "unknown field")
         return EngineConfig(**{**{name: getattr(self, name) for name in self.__struct_fields__}, **fields})
 
+    def for_attention_dp(self, dp_size: int) -> EngineConfig:
+        """The configuration of each rank of a group of `dp_size` (spec/replay.md section 1).
+
+        SGLang divides the chunk among the ranks and admits more freely. A share
+        is whole pages, at least one: any other would leave prompts waiting for ever.
+        """
+        if self.backend != "sglang" or dp_size == 1:
+            return self
+        page, whole = self.tokens_per_block, self.sglang
+        return self.replace(
+            sglang=msgspec.structs.replace(
+                whole,
+                chunked_prefill_size=max(page, whole.chunked_prefill_size // dp_size // page * page),
+                schedule_conservativeness=whole.schedule_conservativeness * 0.3,
+            )
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for JSON or YAML; `parse_config` reads them back."""
         result: dict[str, Any] = msgspec.to_builtins(self)

@@ -11,8 +11,10 @@ __all__ = [
     "CommandError",
     "ConfigError",
     "IntegrityError",
+    "InternalWorkDueError",
     "KvsimError",
     "PoisonedError",
+    "PolicyError",
     "SnapshotError",
     "TimingError",
     "WorkloadError",
@@ -69,8 +71,16 @@ class CommandError(KvsimError, ValueError):
     """A command was refused; the rank is unchanged, byte for byte."""
 
 
+class InternalWorkDueError(CommandError):
+    """A transfer is due: process internal work, then repeat the command."""
+
+
 class TimingError(KvsimError):
     """A timing model failed or returned something that is not a duration."""
+
+
+class PolicyError(KvsimError):
+    """A scaling policy of the user failed; its own exception is the cause."""
 
 
 class PoisonedError(KvsimError):

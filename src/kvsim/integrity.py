@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from kvsim.errors import IntegrityError
+from kvsim.layout import HandoffRole as _Role
 
 __all__ = ["check_rank"]
 
-_WAITING, _RUNNING, _PREEMPTED = 1, 2, 3
+_WAITING, _RUNNING, _PREEMPTED, _HELD_SOURCE, _PENDING_DESTINATION, _HELD_DESTINATION = 1, 2, 3, 4, 5, 6
+_HANDOFF, _ACTIVATED, _MATERIALISED = 8, 16, 32
 _RADIX = 1
 _ROOT = 0
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -87,7 +89,13 @@ def _check_request(row: Any, slot: int, config: Any) -> None:
     _same(f"{name}: capacity", row["capacity"], row["n_blocks"] * size)
     _same(f"{name}: generated", row["generated"], row["length"] - row["num_input"])
     _same(f"{name}: next_seal", row["next_seal"], (row["computed"] // size + 1) * size)
-    if row["status"] != _RUNNING:
+    if row["status"] == _HELD_SOURCE:
+        _require(row["length"] >= row["limit"], f"{name} is held as a source but is not complete")
+    elif row["status"] == _HELD_DESTINATION or row["flags"] & _MATERIALISED:
+        _same(f"{name}: blocks of a destination", row["n_blocks"], -(-int(row["num_input"]) // int(size)))
+        _same(f"{name}: allocated", row["allocated"], row["num_input"])
+        _same(f"{name}: computed", row["computed"], row["num_input"] if row["flags"] & _MATERIALISED else 0)
+    elif row["status"] != _RUNNING:
         _same(f"{name}: blocks of a waiting request", row["n_blocks"], 0)
 
 
@@ -124,23 +132,21 @@ def _check_queues(state: Any, config: Any, header: Any, requests: Any) -> None:
     running = state.view("running")
     _require((requests["status"][running] == _RUNNING).all(), "a request in `running` is not running")
     _same("running requests", len(np.unique(running)), (requests["status"] == _RUNNING).sum())
-    waiting: list[int] = []
-    before, slot = -1, int(header["waiting_head"])
-    while slot >= 0:
-        _require(len(waiting) <= len(requests), "the waiting list does not end")
-        _same(f"request row {slot}: prev", requests[slot]["prev"], before)
-        waiting.append(slot)
-        before, slot = slot, int(requests[slot]["next"])
-    _same("waiting_tail", header["waiting_tail"], before)
+    waiting = _listed("waiting", header, requests)
     _same("num_waiting", header["num_waiting"], len(waiting))
-    status = requests["status"][waiting]
+    prebuilt = _listed("prebuilt", header, requests)
+    _require(config["engine"] == _RADIX or not prebuilt, "a paged rank has a list of prebuilt requests")
+    queued = waiting + prebuilt
+    status, flags = requests["status"][queued], requests["flags"][queued]
     _require(np.isin(status, (_WAITING, _PREEMPTED)).all(), "a request in the waiting list is not waiting")
-    _same("waiting requests", len(waiting), np.isin(requests["status"], (_WAITING, _PREEMPTED)).sum())
-    for prefix, wanted, column in (("queued", _WAITING, "num_input"), ("requeued", _PREEMPTED, "length")):
-        lengths = requests[column][waiting][status == wanted].astype(np.int64)
+    _same("waiting requests", len(queued), np.isin(requests["status"], (_WAITING, _PREEMPTED)).sum())
+    again = (status == _PREEMPTED) | ((flags & _ACTIVATED) != 0)
+    for prefix, group, column in (("queued", ~again, "num_input"), ("requeued", again, "length")):
+        lengths = requests[column][queued][group].astype(np.int64)
         _same(f"{prefix}_count", header[f"{prefix}_count"], len(lengths))
         _same(f"{prefix}_sum", header[f"{prefix}_sum"], lengths.sum())
         _same(f"{prefix}_squares", header[f"{prefix}_squares"], (lengths * lengths).sum())
+    _check_handoffs(state, config, header, requests, prebuilt)
     rows = requests[running]
     _same("running_blocks", header["running_blocks"], rows["n_blocks"].sum())
     total = rows["num_input"].astype(np.int64) + rows["max_output"]
@@ -150,6 +156,63 @@ def _check_queues(state: Any, config: Any, header: Any, requests: Any) -> None:
     for slot in np.flatnonzero(requests["status"]).tolist():
         row = requests[slot]
         _same("row found by id", state.find(int(row["id_hi"]), int(row["id_lo"])), slot)
+
+
+def _listed(name: str, header: Any, requests: Any) -> list[int]:
+    """Rows of a list through `next` and `prev` of the requests, in order."""
+    found: list[int] = []
+    before, slot = -1, int(header[f"{name}_head"])
+    while slot >= 0:
+        _require(len(found) <= len(requests), f"the {name} list does not end")
+        _same(f"request row {slot}: prev", requests[slot]["prev"], before)
+        found.append(slot)
+        before, slot = slot, int(requests[slot]["next"])
+    _same(f"{name}_tail", header[f"{name}_tail"], before)
+    return found
+
+
+def _check_handoffs(state: Any, config: Any, header: Any, requests: Any, prebuilt: list[int]) -> None:
+    """Roles agree with status and flags, no handoff has two equal halves, lists and sums are those of the rows."""
+    halves, status, flags = state.view("handoffs"), requests["status"], requests["flags"]
+    role = halves["role"]
+    _require(((role != _Role.NONE) == ((flags & _HANDOFF) != 0)).all(), "a half of a handoff has no role")
+    _require((status[role != _Role.NONE] != 0).all(), "an unused request row is half of a handoff")
+    _require((halves[role == _Role.NONE] == np.zeros(1, halves.dtype)).all(), "an unused row of `handoffs` is not empty")
+    for fixed, wanted in (
+        (_Role.SOURCE_HELD, _HELD_SOURCE),
+        (_Role.DESTINATION_PENDING, _PENDING_DESTINATION),
+        (_Role.DESTINATION_HELD, _HELD_DESTINATION),
+    ):
+        _require(((role == fixed) == (status == wanted)).all(), f"role {fixed.name} does not fit a status")
+    active, materialised = (flags & _ACTIVATED) != 0, (flags & _MATERIALISED) != 0
+    _require(((role == _Role.DESTINATION_ACTIVE) == active).all(), "an active destination is not activated")
+    _require((active & (status == _WAITING))[materialised].all(), "a materialised request does not wait")
+    for name, destination in (("source", False), ("destination", True)):
+        mine = halves[(role >= _Role.DESTINATION_PENDING) if destination else (role != 0) & (role <= _Role.SOURCE_HELD)]
+        pairs = {(int(row["handoff_hi"]), int(row["handoff_lo"])) for row in mine}
+        _same(f"distinct handoffs of {name} halves", len(pairs), len(mine))
+
+    pending = _listed("pending", header, requests)
+    _same("pending destinations", sorted(pending), np.flatnonzero(role == _Role.DESTINATION_PENDING).tolist())
+    if config["engine"] == _RADIX:
+        _same("prebuilt requests", sorted(prebuilt), np.flatnonzero(materialised).tolist())
+    _require((np.diff(requests["waiting_order"][pending]) > 0).all(), "pending destinations are out of order")
+    _require((halves["attempted"][pending[1:]] == -1).all(), "a pending destination was tried before it came first")
+    _require((halves["attempted"] <= header["capacity_generation"]).all(), "an attempt of a later capacity generation")
+    for name, members in (
+        ("num_held_sources", role == _Role.SOURCE_HELD),
+        ("num_pending", role == _Role.DESTINATION_PENDING),
+        ("num_held_destinations", role == _Role.DESTINATION_HELD),
+        ("num_materialised", materialised),
+    ):
+        _same(name, header[name], members.sum())
+    expected = np.isin(role, (_Role.DESTINATION_PENDING, _Role.DESTINATION_HELD))
+    lengths = requests["num_input"][expected].astype(np.int64)
+    _same("expected_sum", header["expected_sum"], lengths.sum())
+    _same("expected_squares", header["expected_squares"], (lengths * lengths).sum())
+    rows = requests[(role == _Role.DESTINATION_HELD) | materialised]
+    total = rows["num_input"].astype(np.int64) + rows["max_output"]
+    _same("promised_blocks", header["promised_blocks"], (-(-total // config["block_size"]) - rows["n_blocks"]).sum())
 
 
 def _check_hash_table(state: Any, blocks: Any) -> None:
@@ -201,7 +264,9 @@ def _check_radix(state: Any, config: Any, header: Any, requests: Any, live: Any,
     free = int(radix["available"]) * int(config["block_size"])
     if config["legacy"]:
         # Generation 1.3 hands out single tokens: those of partial pages that their owners do not use are free, too.
-        free += int((requests["allocated"][live].astype(np.int64) - requests["computed"][live]).sum())
+        # Pages that wait for the prompt of a destination are its own to the last token.
+        users = live[requests["status"][live] != _HELD_DESTINATION]
+        free += int((requests["allocated"][users].astype(np.int64) - requests["computed"][users]).sum())
     _require(free >= 0, f"{free} tokens are free")
     if not config["caching"]:
         _require(len(tree) == 0, "prefix caching is off but the tree has pages")
@@ -352,8 +417,14 @@ def _check_lease(state: Any, config: Any, nodes: Any, row: Any, lease: Any, slot
     _same(f"{name}: limit", row["limit"], row["num_input"] + row["max_output"])
     _require(computed <= row["length"] <= row["limit"], f"{name}: computed {computed}, length {row['length']}")
     _require(0 <= cached <= computed // size, f"{name}: {cached} pages cached of {computed} computed tokens")
-    if row["status"] == _RUNNING:
-        _same(f"{name}: computed tokens of a running request", computed, row["length"])
+    if row["status"] in (_RUNNING, _HELD_DESTINATION) or row["flags"] & _MATERIALISED:
+        # The pages of a destination count as computed while their content is on its way.
+        _same(f"{name}: computed tokens of a request that is past its prefill", computed, row["length"])
+    elif row["status"] == _HELD_SOURCE:
+        _require(computed >= row["length"] - 1, f"{name}: a complete source has computed {computed} tokens")
+        _require(not config["caching"] or cached == computed // size, f"{name}: {cached} pages of a held source cached")
+    elif row["status"] == _PENDING_DESTINATION:
+        _same(f"{name}: computed tokens of a pending destination", computed, 0)
     else:
         again = _PREEMPTED if row["generated"] else _WAITING
         _same(f"{name}: status of a waiting request", row["status"], again)

@@ -31,6 +31,8 @@ __all__ = [
     "REQUEST",
     "REQUEST_RECORD",
     "REQUEST_SPEC",
+    "ROUTER_LOAD",
+    "ROUTER_SHARE",
     "ROUTING_RECORD",
     "RUN",
     "SEGMENT",
@@ -85,6 +87,10 @@ class FailReason(enum.IntEnum):
     BUDGET_TOO_SMALL = 4
     #: The policy never admits it, or names no victim when it must grow.
     NOT_ADMITTED = 5
+    #: No worker was active, and none became so.
+    NO_WORKER = 6
+    #: It waited for something that could not happen any more.
+    STALLED = 7
 
 
 #: A run of prompt tokens: token ``j`` is ``(start + j * step) mod 2**32``, ``step`` in {0, 1}.
@@ -114,6 +120,8 @@ REQUEST_SPEC = np.dtype(
         ("turn", "<i4"),
         ("dp_rank", "<i4"),  # -1: any
         ("prompt_is_tokens", "<i4"),  # 1: the prompt lies in `tokens`, 0: in `segments`
+        ("priority", "<f8"),  # seconds of advantage in the queue of a router, below 0 as 0
+        ("strict_priority", "<i8"),  # >= 0; a higher one leaves that queue first
     ]
 )
 
@@ -525,6 +533,28 @@ ROUTING_RECORD = np.dtype(
         ("dp_rank", "<i4"),
         ("pool", "<i4"),  # Pool
         ("unused", "<i4"),
+    ]
+)
+
+# ---------------------------------------------------------------- the KV router
+
+#: Load of one rank as the router counts it.
+ROUTER_LOAD = np.dtype(
+    [
+        ("prefill_tokens", "<f8"),  # of its prompts that are not computed yet, less what the router believes cached
+        ("blocks", "<i8"),  # different blocks that its live requests have in use
+        ("requests", "<i8"),  # live
+        ("worker", "<i4"),  # -1: no rank has this number
+        ("dp_rank", "<i4"),
+    ]
+)
+
+#: A block that several live requests of a rank have in use.
+ROUTER_SHARE = np.dtype(
+    [
+        ("hash", "<u8"),
+        ("rank", "<i4"),  # number of the rank
+        ("extra", "<i4"),  # requests beyond the first, 0: empty row
     ]
 )
 

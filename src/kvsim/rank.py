@@ -15,12 +15,16 @@ from kvsim._core import content as _content
 from kvsim._core.state import RankState
 from kvsim.config import EngineConfig
 from kvsim.contract import (
+    ActivateDestination,
     Admission,
     Applied,
+    CancelDestination,
     CancelRequest,
+    CancelSource,
     Command,
     CommandContext,
     CommandEffects,
+    DestinationAccepted,
     DestinationReserved,
     ForwardPassMetrics,
     HostOffloadObserver,
@@ -36,21 +40,25 @@ from kvsim.contract import (
     PressureState,
     RankIdentity,
     RankPass,
+    ReleaseSource,
     Removed,
     Request,
     RequestId,
+    ReserveDestination,
     Rows,
     SameTimestampRetry,
     SourceHeld,
     Stored,
     StoredBlock,
     Submit,
+    SubmitHandoffPrefill,
     Submitted,
     id_to_int,
 )
 from kvsim.errors import CommandError, ConfigError, PoisonedError, SnapshotError
+from kvsim.handoff import HandoffCommand, RankHandoffs
 from kvsim.integrity import check_rank
-from kvsim.layout import FailReason
+from kvsim.layout import FailReason, HandoffRole
 from kvsim.policies import Policy, get_policy
 from kvsim.policies.base import Directive
 from kvsim.timing import TimingParameters, resolve_timing
@@ -63,10 +71,19 @@ _UNLIMITED = 2**62
 #: Leading tokens that tell two waiting prompts apart (spec/sglang.md section 6.3).
 _HEAD_TOKENS = 32
 
-_HAS_TOKEN, _COMPLETED, _REJECTED, _FAILED, _HAS_CACHED = 1, 2, 4, 8, 16
+_HAS_TOKEN, _COMPLETED, _REJECTED, _FAILED, _HAS_CACHED, _HELD = 1, 2, 4, 8, 16, 32
 _STORED = 0
 _HAS_PARENT = 1
 _WORKER = {"aggregated": 0, "prefill": 1, "decode": 2}
+#: Commands on one half of a handoff, and whether that is the destination.
+_HALVES: dict[type, tuple[HandoffCommand, bool]] = {
+    ReleaseSource: (HandoffCommand.RELEASE_SOURCE, False),
+    CancelSource: (HandoffCommand.CANCEL_SOURCE, False),
+    ActivateDestination: (HandoffCommand.ACTIVATE_DESTINATION, True),
+    CancelDestination: (HandoffCommand.CANCEL_DESTINATION, True),
+}
+#: Those that withdraw what a pass in flight has of the request.
+_WITHDRAWS = (HandoffCommand.CANCEL_SOURCE, HandoffCommand.CANCEL_DESTINATION)
 _RETRY_HINTS = {
     None: SameTimestampRetry.NOT_APPLICABLE,
     0: SameTimestampRetry.EXHAUSTED,
@@ -114,6 +131,10 @@ def describe_reason(reason: int, needed: int, config: EngineConfig) -> str:
         )
     if reason == FailReason.NOT_ADMITTED:
         return "the policy never lets it run"
+    if reason == FailReason.NO_WORKER:
+        return "no worker was active to take it"
+    if reason == FailReason.STALLED:
+        return "waited for something that could not happen any more"
     return ""
 
 
@@ -235,8 +256,12 @@ class KvEvents(Sequence[KvEvent]):
         return f"KvEvents({list(self)!r})"
 
 
+def _id_of(row: Any) -> int:
+    return (int(row["id_hi"]) << 64) | int(row["id_lo"])
+
+
 def _admission(row: Any) -> Admission:
-    return Admission((int(row["id_hi"]) << 64) | int(row["id_lo"]), int(row["reused"]))
+    return Admission(_id_of(row), int(row["reused"]))
 
 
 def _output_builder(config: EngineConfig) -> Callable[[Any], Output]:
@@ -256,7 +281,7 @@ def _output_builder(config: EngineConfig) -> Callable[[Any], Output]:
         if rate is not None and per_token is not None and flags & _COMPLETED and not flags & (_REJECTED | _FAILED):
             delay = int(row["num_input"]) * per_token / rate * 1000.0
         return Output(
-            (int(row["id_hi"]) << 64) | int(row["id_lo"]),
+            _id_of(row),
             int(row["token"]) if flags & _HAS_TOKEN else None,
             bool(flags & _COMPLETED),
             bool(flags & _REJECTED),
@@ -353,6 +378,7 @@ class SchedulerRank:
     __slots__ = (
         "_block_tokens",
         "_build_output",
+        "_handoffs",
         "_params",
         "_poison",
         "_policy",
@@ -393,6 +419,7 @@ class SchedulerRank:
             self._params.model,
             self._params.profile,
         )
+        self._handoffs = RankHandoffs(self._state, config)
         self._build_output = _output_builder(config)
         self._token_ids = config.emit_kv_token_ids
         self._block_tokens: list[tuple[int, ...]] = []
@@ -426,43 +453,100 @@ class SchedulerRank:
         self._check_alive()
         if not math.isfinite(context.now_ms) or context.now_ms < 0:
             raise CommandError(f"now_ms: must be finite and >= 0, got {context.now_ms}")
+        admitting = context.allow_immediate_admission
         if isinstance(command, Submit):
             effects = CommandEffects(self._submit(command.request))
+        elif isinstance(command, SubmitHandoffPrefill):
+            effects = CommandEffects(self._submit(command.request, id_to_int(command.handoff_id, "handoff_id")))
+        elif isinstance(command, ReserveDestination):
+            effects = self._reserve(command, admitting)
         elif isinstance(command, CancelRequest):
-            effects = self._cancel(command, pending)
+            number = id_to_int(command.request_id)
+            slot = self._state.find(number >> 64, number & _MASK64)
+            effects = self._apply(HandoffCommand.CANCEL_REQUEST, slot, number, admitting)
+            self._suppress(effects, pending, number, command.discard_pending_output)
+        elif type(command) in _HALVES:
+            kind, destination = _HALVES[type(command)]
+            handoff_id = id_to_int(command.handoff_id, "handoff_id")
+            slot = self._state.find_handoff(handoff_id >> 64, handoff_id & _MASK64, destination)
+            number = 0
+            if slot >= 0:
+                _, (high, low), _, _ = self._state.handoff(slot)
+                number = high << 64 | low
+            effects = self._apply(kind, slot, number, admitting)
+            if kind in _WITHDRAWS:
+                self._suppress(effects, pending, number, False)
         else:
-            raise CommandError(f"{type(command).__name__} is not supported by this version")
+            raise CommandError(f"command: expected a Command, got {command!r}")
         if not context.pass_in_flight:
             effects.kv_events = self._drain_events()
         effects.metrics = self.metrics()
         return effects
 
-    def _submit(self, request: Request) -> Submitted:
+    def _new_content(self, request: Request) -> tuple[int, int, int, Any]:
+        """(request id, prompt length, output length, content) of a request that is about to enter."""
         request_id = id_to_int(request.request_id)
-        high, low = request_id >> 64, request_id & _MASK64
-        if self._state.find(high, low) >= 0:
+        if self._state.find(request_id >> 64, request_id & _MASK64) >= 0:
             raise CommandError(f"request_id: {request_id} is already active")
         parts, num_input = _prompt_parts(request)
         outputs, max_output = _output_plan(request, num_input)
+        return request_id, num_input, max_output, (parts, outputs)
+
+    def _content(self, request_id: int, max_output: int, parts: Any, outputs: Any) -> Any:
         keep = _Tokens(request_id, parts, outputs) if self._token_ids else None
-        content = request_content(self.config, parts, outputs, request_id, max_output, keep)
-        self._state.submit(high, low, num_input, max_output, content)
+        return request_content(self.config, parts, outputs, request_id, max_output, keep)
+
+    def _submit(self, request: Request, handoff_id: int | None = None) -> Submitted:
+        """Queue a request; with a handoff it is held as a source when it completes."""
+        request_id, num_input, max_output, tokens = self._new_content(request)
+        if handoff_id is not None:
+            self._handoffs.check_source(handoff_id)
+        content = self._content(request_id, max_output, *tokens)
+        slot = self._state.submit(request_id >> 64, request_id & _MASK64, num_input, max_output, content)
+        if handoff_id is not None:
+            self._handoffs.register_source(slot, handoff_id)
         self._raise_left_error()
         return Submitted(request_id)
 
-    def _cancel(self, command: CancelRequest, pending: PendingPass | None) -> CommandEffects:
-        request_id = id_to_int(command.request_id)
-        slot = self._state.find(request_id >> 64, request_id & _MASK64)
-        result: Applied | Noop = Noop()
-        retired: tuple[int, ...] = ()
-        if slot >= 0:
-            self._state.cancel(slot)
-            result = Applied()
-            retired = (request_id,)
-        suppressed = False
-        if pending is not None and (slot >= 0 or command.discard_pending_output):
-            suppressed = _withdraw(pending.effects, request_id)
-        return CommandEffects(result, retired_requests=retired, suppressed_pending_output=suppressed)
+    def _reserve(self, command: ReserveDestination, admitting: bool) -> CommandEffects:
+        """Queue a destination; the first of the queue is tried at once unless a pass is in flight."""
+        request_id, num_input, max_output, tokens = self._new_content(command.request)
+        handoff_id = id_to_int(command.handoff_id, "handoff_id")
+        self._handoffs.check_destination(handoff_id, num_input, max_output)
+        content = self._content(request_id, max_output, *tokens)
+        self._state.reserve(
+            request_id >> 64,
+            request_id & _MASK64,
+            num_input,
+            max_output,
+            content,
+            handoff_id >> 64,
+            handoff_id & _MASK64,
+        )
+        return CommandEffects(DestinationAccepted(request_id), self._retry() if admitting else [])
+
+    def _apply(self, kind: HandoffCommand, slot: int, request_id: int, admitting: bool) -> CommandEffects:
+        """A command on a request that is here, or is not (slot -1)."""
+        applied, retired, reserved = self._handoffs.apply(kind, slot, admitting)
+        self._raise_left_error()
+        if self._token_ids and kind is HandoffCommand.ACTIVATE_DESTINATION:
+            # The request may be cancelled before its events are shown.
+            self._spell_blocks()
+        return CommandEffects(
+            Applied() if applied else Noop(),
+            [self._handoffs.destination_reserved(reserved)] if reserved >= 0 else [],
+            retired_requests=(request_id,) if retired else (),
+        )
+
+    def _retry(self) -> list[SourceHeld | DestinationReserved]:
+        """Try to reserve for the first pending destination; its lifecycle event."""
+        reserved = self._handoffs.retry()
+        return [self._handoffs.destination_reserved(reserved)] if reserved >= 0 else []
+
+    def _suppress(self, effects: CommandEffects, pending: PendingPass | None, request_id: int, discard: bool) -> None:
+        """Withdraw what a pass in flight has of a request that a command dropped."""
+        if pending is not None and (discard or isinstance(effects.result, Applied)):
+            effects.suppressed_pending_output = _withdraw(pending.effects, request_id)
 
     # ------------------------------------------------------------ the pass
 
@@ -498,12 +582,14 @@ class SchedulerRank:
         if state.num_pressures:
             pressures = Rows(state.pressures(), self._pressure_builder(now_ms))
         outputs: Sequence[Output] = ()
+        held: Sequence[int] = ()
         events = self._drain_events()
         if state.num_signals:
             rows = state.signals()
             outputs = Rows(rows, self._build_output)
             if state.completed:
                 state.release_contents(rows["slot"][(rows["flags"] & _COMPLETED) != 0])
+                held = rows["slot"][(rows["flags"] & _HELD) != 0]
         start = PassStartEffects(admissions, pressures)
         if events and self.config.rules.kv_events_at_pass_start and not self._radix:
             start.kv_events, events = events, _EMPTY_EVENTS
@@ -513,7 +599,7 @@ class SchedulerRank:
             metrics = metrics._replace(sglang_cache_hit_tokens=hit, sglang_cache_total_tokens=total)
         effects = PassCompletionEffects(
             outputs,
-            [],
+            [self._handoffs.source_held(int(slot)) for slot in held],
             events,
             metrics,
             ForwardPassMetrics(*state.fpm(), end_ms - now_ms),
@@ -546,6 +632,7 @@ class SchedulerRank:
             raise CommandError(f"end_ms: must be finite and >= {pending.started_at_ms}, got {end_ms}")
         pending.completed = True
         effects = pending.effects
+        effects.lifecycle_events += self._retry()
         late = self._drain_events()
         if late:
             effects.kv_events = [*effects.kv_events, *late]
@@ -568,11 +655,63 @@ class SchedulerRank:
         duration = max(0.0, end_ms - started_at_ms)
         return PassCompletionEffects(
             (),
-            [],
+            self._retry(),
             self._drain_events(),
             self.metrics(),
             ForwardPassMetrics(0, 0, 0.0, 0, 0, 0, 0.0, 0, 0, 0.0, 0, 0, 0.0, duration),
         )
+
+    # ------------------------------------------------------------ one of a group
+
+    @property
+    def last_pass_progressed(self) -> bool:
+        """Whether the last pass changed anything an observer could see (spec/engine-contract.md section 7)."""
+        return bool(self._state.progressed())
+
+    @property
+    def prefill_countdown(self) -> int:
+        """Passes of the group that may not prefill yet (spec/sglang.md section 6.7); 0 without an interval."""
+        if not self.config.prefill_decode_interval:
+            return 0
+        return int(self._state.view("radix")[0]["countdown"])
+
+    def prepare_group_pass(self, wave_step: int, dp_size: int) -> None:
+        """Before a pass of the group, whether or not this rank takes part in it.
+
+        Parameters
+        ----------
+        wave_step : int
+            Passes of the group since it was last drained. No engine that is simulated reads it.
+        dp_size : int
+            With siblings, what depends on all ranks waits for `observe_group_pass`.
+        """
+        self._check_alive()
+        self._state.grouped = dp_size > 1
+
+    def observe_group_pass(self, *, executed: bool, prefilled: bool, worked: bool) -> None:
+        """After the ranks of the group executed a pass, before it completes.
+
+        Parameters
+        ----------
+        executed : bool
+            Whether this rank took part.
+        prefilled : bool
+            Whether any rank computed prompt tokens: the prefill interval starts anew for all.
+        worked : bool
+            Whether any rank ran its model. After a round that only waited for
+            the interval the new-token ratio returns to its first value.
+        """
+        self._check_alive()
+        interval = self.config.prefill_decode_interval
+        if not interval:
+            return
+        radix = self._state.view("radix", writable=True)[0]
+        if prefilled:
+            radix["countdown"] = interval
+        elif not executed and radix["countdown"] > 0:
+            radix["countdown"] -= 1
+        if executed and not worked and self._retry_hint() is SameTimestampRetry.COUNTDOWN:
+            radix["new_token_ratio"] = self._state.view("config")[0]["init_ratio"]
 
     # ------------------------------------------------------------ readiness
 
@@ -587,23 +726,32 @@ class SchedulerRank:
         return InternalEffects(kv_events=self._drain_events())
 
     def is_ready(self) -> bool:
-        """Whether a pass could have work: something runs or waits, or prefill still has to wait for its interval."""
-        return self._poison is None and not self._idle()
+        """Whether a pass could have work: a request waits or runs.
+
+        SGLang is ready as long as it owns anything at all, halves of handoffs
+        included, and while prefill has to wait for its interval: ask
+        `waiting_for_external_command`, too, before executing passes in a row.
+        """
+        return self._poison is None and not (self._idle() if self._radix else self._state.empty())
+
+    def is_empty(self) -> bool:
+        """Whether no request waits or runs; halves of handoffs that only a command moves do not count."""
+        return self._state.empty()
 
     def is_drained(self) -> bool:
-        """Whether no request, hold, reservation, transfer or prefill interval is left."""
+        """Whether no request, half of a handoff, transfer or prefill interval is left."""
         return self._poison is None and self._idle()
 
     def _idle(self) -> bool:
-        metrics = self._state.metrics()
-        if metrics[3] + metrics[4] > 0:
-            return False
+        return self._state.drained() and not self._counts_down()
+
+    def _counts_down(self) -> bool:
         # Spec/sglang.md section 6.7: the interval is counted in passes, those without work too.
-        return not (self.config.prefill_decode_interval and self._state.view("radix")[0]["countdown"])
+        return bool(self.config.prefill_decode_interval and self._state.view("radix")[0]["countdown"])
 
     def waiting_for_external_command(self) -> bool:
-        """Whether only a later command can make progress."""
-        return False
+        """Whether only a later command can make progress: halves of handoffs are left, but no request to run."""
+        return self._state.empty() and not self._state.drained() and not self._counts_down()
 
     def metrics(self) -> Metrics:
         """Occupancy now."""
@@ -632,7 +780,7 @@ class SchedulerRank:
         if not reason:
             return None
         row = self._state.request_row(slot)
-        return StuckHead((int(row["id_hi"]) << 64) | int(row["id_lo"]), FailReason(reason), needed)
+        return StuckHead(_id_of(row), FailReason(reason), needed)
 
     def fail_head(self) -> Output | None:
         """End a stuck head as rejected (it never ran) or failed; its terminal output, None if nothing is stuck."""
@@ -641,6 +789,14 @@ class SchedulerRank:
         rows = self._state.signals()
         self._state.release_contents(rows["slot"])
         return self._build_output(rows[0])
+
+    def unblock(self) -> bool:
+        """Let a request whose prompt came with a handoff pass a queue head that waits for its blocks.
+
+        For drivers, when nothing else can happen; until then a later handoff
+        may still free the head. False if that is not what blocks the rank.
+        """
+        return self._state.unblock()
 
     # ------------------------------------------------------------ looking in
 
@@ -674,6 +830,12 @@ class SchedulerRank:
         number = id_to_int(request_id)
         slot = self._state.find(number >> 64, number & _MASK64)
         return None if slot < 0 else self._state.request_row(slot)
+
+    def handoff_role(self, handoff_id: RequestId, destination: bool) -> HandoffRole:
+        """How far this rank's source or destination half of a handoff is; NONE if it has no such half."""
+        number = id_to_int(handoff_id, "handoff_id")
+        slot = self._state.find_handoff(number >> 64, number & _MASK64, destination)
+        return HandoffRole.NONE if slot < 0 else HandoffRole(self._state.role(slot))
 
     def block_table(self, request_id: RequestId) -> npt.NDArray[np.int32]:
         """Ids of the blocks a live request owns, in order; a copy.
@@ -718,6 +880,7 @@ class SchedulerRank:
         other._radix = self._radix
         other._poison = None
         other._state = self._state.fork()
+        other._handoffs = RankHandoffs(other._state, self.config)
         return other
 
     def snapshot(self) -> RankSnapshot:
@@ -781,7 +944,7 @@ class SchedulerRank:
             return PressureEvent(
                 now_ms,
                 "sglang_retraction" if radix else "vllm_preemption",
-                (int(row["id_hi"]) << 64) | int(row["id_lo"]),
+                _id_of(row),
                 PressureState(
                     int(row["running_before"]),
                     None if radix else int(row["waiting_before"]),

@@ -1014,6 +1014,8 @@ def _check_layout():
                 "turn": <char*> &spec.turn - spec_at,
                 "dp_rank": <char*> &spec.dp_rank - spec_at,
                 "prompt_is_tokens": <char*> &spec.prompt_is_tokens - spec_at,
+                "priority": <char*> &spec.priority - spec_at,
+                "strict_priority": <char*> &spec.strict_priority - spec_at,
             },
         ),
     }

@@ -8,10 +8,10 @@ from kvsim._core.handoff cimport (
 )
 from kvsim._core.paged_pass cimport (
     paged_activate, paged_cancel, paged_emit, paged_free, paged_misfit, paged_open, paged_reserve, paged_schedule,
-    paged_settle, paged_stuck,
+    paged_settle, paged_stuck, paged_unblock,
 )
 from kvsim._core.pool cimport pool_active
-from kvsim._core.radix_legacy cimport legacy_emit, legacy_schedule, legacy_settle
+from kvsim._core.radix_legacy cimport legacy_activate, legacy_emit, legacy_reserve, legacy_schedule, legacy_settle
 from kvsim._core.radix_pass cimport (
     radix_activate, radix_cancel, radix_emit, radix_free_destination, radix_free_source, radix_misfit, radix_open,
     radix_reserve, radix_schedule, radix_settle, radix_stuck,
@@ -128,7 +128,7 @@ cdef inline int32_t engine_retry(rank_t* r) noexcept nogil:
     r.handoffs[slot].attempted = h.capacity_generation
     h.reserve_attempts += 1
     if r.config.engine == RADIX:
-        transferable = radix_reserve(r, slot)
+        transferable = legacy_reserve(r, slot) if r.config.legacy else radix_reserve(r, slot)
     else:
         transferable = paged_reserve(r, slot)
     if transferable < 0:
@@ -141,7 +141,9 @@ cdef inline int32_t engine_retry(rank_t* r) noexcept nogil:
 cdef inline void engine_activate(rank_t* r, int32_t slot) noexcept nogil:
     """The prompt of a held destination has arrived: the request may run."""
     destination_activate(r, slot)
-    if r.config.engine == RADIX:
+    if r.config.engine == RADIX and r.config.legacy:
+        legacy_activate(r, slot)
+    elif r.config.engine == RADIX:
         radix_activate(r, slot)
     else:
         paged_activate(r, slot)
@@ -235,6 +237,11 @@ cdef inline int engine_fail_stuck(rank_t* r) noexcept nogil:
     signal(r, slot, COMPLETED | (FAILED if ran else REJECTED), reason, needed)
     engine_cancel(r, slot)
     return reason
+
+
+cdef inline bint engine_unblock(rank_t* r) noexcept nogil:
+    """For a rank to which nothing else can happen: let somebody pass the head that waits for the other's blocks."""
+    return r.config.engine != RADIX and paged_unblock(r)
 
 
 cdef inline int64_t engine_active(const rank_t* r) noexcept nogil:

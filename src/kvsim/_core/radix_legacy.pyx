@@ -15,14 +15,15 @@ from libc.stdint cimport int32_t, int64_t
 from kvsim._core.metrics cimport moments_add
 from kvsim._core.radix cimport cursor_advance, cursor_t, radix_evict, radix_lock, radix_match, radix_unlock
 from kvsim._core.radix_pass cimport (
-    burst_of, commit_computed, content_start, draw_burst, end_request, lease_release, open_radix_pass, page_ceil,
-    pages_of, running_reserve, set_pages, signal_terminals, sweep_running,
+    burst_of, commit_computed, content_start, draw_burst, end_request, gated, lease_release, open_radix_pass, page_ceil,
+    pages_of, radix_activate, running_reserve, set_pages, signal_terminals, sweep_running, tell_with_command,
+    transferable,
 )
 from kvsim._core.requests cimport running_append, running_delete, running_index, running_leave, waiting_link, waiting_remove
 from kvsim._core.signals cimport count_pass, emit_token, rejected_last
 from kvsim._core.timing cimport timing_decode, timing_prefill
 from kvsim._core.types cimport (
-    ASK_VICTIM, DECODE, NO_SLOT, PASS_FAILED, PASS_OK, PREEMPTED, RETRY_COUNTDOWN, ROOT, WAITING, admission_t,
+    ASK_VICTIM, DECODE, HELD_DESTINATION, NO_SLOT, PASS_FAILED, PASS_OK, PREEMPTED, RETRY_COUNTDOWN, ROOT, WAITING, admission_t,
     config_t, header_t, lease_t, pass_t, radix_t, rank_t, request_t,
 )
 
@@ -34,9 +35,10 @@ cdef int64_t free_tokens(const rank_t* r) noexcept nogil:
     cdef int64_t i
     cdef const request_t* q
     for i in range(r.header.high_water):
-        # Unused rows are zero.
+        # Unused rows are zero; what is reserved for a prompt is its own to the last token.
         q = &r.requests[i]
-        total += q.allocated - q.computed
+        if q.status != HELD_DESTINATION:
+            total += q.allocated - q.computed
     return total
 
 
@@ -64,14 +66,14 @@ cdef bint own_tokens(rank_t* r, int32_t slot, int64_t before, int64_t after) noe
     return True
 
 
-cdef bint open_lease(rank_t* r, int32_t slot, int64_t tokens, int64_t* prefix) noexcept nogil:
-    """First tokens of a request that owns nothing; `prefix` of them are found in the tree."""
+cdef bint open_lease(rank_t* r, int32_t slot, int64_t tokens, int64_t known, int64_t* prefix) noexcept nogil:
+    """First `tokens` tokens of a request that owns nothing; `prefix` of the first `known` are found in the tree."""
     cdef lease_t* l
     cdef cursor_t at = content_start(r, slot)
     cdef int64_t found = 0
     cdef int32_t node = ROOT
     if r.config.caching:
-        found = radix_match(r, at, tokens // r.config.block_size, &node)
+        found = radix_match(r, at, known // r.config.block_size, &node)
         radix_lock(r, node)
     prefix[0] = found * r.config.block_size
     if not own_tokens(r, slot, prefix[0], tokens):
@@ -90,6 +92,33 @@ cdef bint open_lease(rank_t* r, int32_t slot, int64_t tokens, int64_t* prefix) n
 cdef inline void commit_apart(rank_t* r, int32_t slot) noexcept nogil:
     events_apart(r)
     commit_computed(r, slot)
+
+
+# ---------------------------------------------------------------- handoff
+
+cdef int64_t legacy_reserve(rank_t* r, int32_t slot) noexcept nogil:
+    """Own whole pages for the prompt of a pending destination; tokens not found here, -1 if too few are free."""
+    cdef int64_t tokens = r.requests[slot].num_input
+    cdef int64_t events = r.header.num_events
+    cdef int64_t prefix
+    cdef bint owned = open_lease(r, slot, page_ceil(r, tokens), tokens, &prefix)
+    tell_with_command(r, events)
+    if not owned:
+        return -1
+    r.requests[slot].computed = <int32_t>tokens
+    return transferable(r, slot)
+
+
+cdef void legacy_activate(rank_t* r, int32_t slot) noexcept nogil:
+    """The prompt of a destination has arrived: it can be found now, and the tail of its last page is free."""
+    cdef int64_t events = r.header.num_events
+    cdef int64_t before = r.radix.available + r.radix.evictable
+    radix_activate(r, slot)
+    commit_apart(r, slot)
+    tell_with_command(r, events)
+    if (r.radix.available + r.radix.evictable > before
+            or r.requests[slot].allocated > r.requests[slot].computed):
+        r.header.capacity_generation += 1
 
 
 # ---------------------------------------------------------------- admission
@@ -142,7 +171,7 @@ cdef int legacy_admit(rank_t* r) noexcept nogil:
         if charge > rem_input or charge > rem_chunk:
             break
         prefix = start
-        if not (own_tokens(r, slot, start, start + chunk) if start > 0 else open_lease(r, slot, chunk, &prefix)):
+        if not (own_tokens(r, slot, start, start + chunk) if start > 0 else open_lease(r, slot, chunk, chunk, &prefix)):
             p.out_of_pool = 1
             break
         q = &r.requests[slot]
@@ -295,7 +324,7 @@ cdef int legacy_schedule(rank_t* r, double now_ms) noexcept nogil:
     cdef int64_t count
     if open_radix_pass(r, now_ms) != PASS_OK:
         return PASS_FAILED
-    if not p.deferred and legacy_admit(r) != PASS_OK:
+    if not p.deferred and not gated(r) and legacy_admit(r) != PASS_OK:
         return PASS_FAILED
     count = p.prefill_count
     if count > 0:

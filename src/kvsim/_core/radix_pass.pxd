@@ -26,6 +26,9 @@ cdef cursor_t content_start(const rank_t* r, int32_t slot) noexcept nogil
 cdef void set_pages(rank_t* r, int32_t slot, int64_t pages) noexcept nogil
 cdef void commit_computed(rank_t* r, int32_t slot) noexcept nogil
 cdef bint lease_release(rank_t* r, int32_t slot) noexcept nogil
+cdef void tell_with_command(rank_t* r, int64_t before) noexcept nogil
+cdef int64_t transferable(const rank_t* r, int32_t slot) noexcept nogil
+cdef bint gated(const rank_t* r) noexcept nogil
 cdef int open_radix_pass(rank_t* r, double now_ms) noexcept nogil
 cdef void running_reserve(const rank_t* r, double* tokens) noexcept nogil
 cdef int64_t burst_of(const rank_t* r, const request_t* q) noexcept nogil

@@ -9,7 +9,7 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.string cimport memset
 
 from kvsim._core.events cimport event_add, event_open
-from kvsim._core.handoff cimport prebuilt_push
+from kvsim._core.handoff cimport materialised_leave, prebuilt_push, prebuilt_remove, source_hold
 from kvsim._core.metrics cimport moments_add
 from kvsim._core.radix cimport (
     cursor_advance, cursor_t, radix_evict, radix_insert, radix_lock, radix_match, radix_match_length, radix_unlock,
@@ -22,7 +22,7 @@ from kvsim._core.rng cimport rng_accept
 from kvsim._core.signals cimport count_pass, emit_token, pass_open, pressure, rejected_last, signal
 from kvsim._core.timing cimport timing_decode, timing_prefill
 from kvsim._core.types cimport (
-    ASK_VICTIM, BUDGET_TOO_SMALL, COMPLETED, DECODE, HAS_PARENT, MODEL_LENGTH, NOT_ADMITTED, NO_REASON, NO_SLOT,
+    ASK_VICTIM, BUDGET_TOO_SMALL, COMPLETED, DECODE, HAS_PARENT, MATERIALISED, MODEL_LENGTH, NOT_ADMITTED, NO_REASON, NO_SLOT,
     OUTGREW_POOL, PASS_FAILED, PASS_OK, POOL_TOO_SMALL, PREEMPTED, PREFILL, REJECTED, RETRY_COUNTDOWN, RETRY_RATIO,
     ROOT, RUNNING, STORED, WAITING, admission_t, config_t, content_t, event_t, header_t, lease_t, pass_t,
     pressure_t, radix_t, rank_t, request_t,
@@ -226,36 +226,20 @@ cdef void drop_waiting(rank_t* r, int32_t slot) noexcept nogil:
 cdef void radix_cancel(rank_t* r, int32_t slot) noexcept nogil:
     """Drop a live request wherever it is."""
     cdef request_t* q = &r.requests[slot]
-    r.radix.late_requests -= r.leases[slot].late
+    cdef bint prebuilt = q.flags & MATERIALISED != 0
+    if prebuilt:
+        prebuilt_remove(r, slot)
+        materialised_leave(r, slot)
     if lease_release(r, slot):
         r.header.capacity_generation += 1
-    if q.status == RUNNING:
+    if prebuilt:
+        row_release(r, slot)
+    elif q.status == RUNNING:
         running_leave(r, slot)
         running_delete(r, running_index(r, slot))
         row_release(r, slot)
     else:
         drop_waiting(r, slot)
-
-
-cdef int64_t radix_reserve(rank_t* r, int32_t slot) noexcept nogil:
-    return -1
-
-
-cdef void radix_activate(rank_t* r, int32_t slot) noexcept nogil:
-    prebuilt_push(r, slot)
-
-
-cdef void radix_free_source(rank_t* r, int32_t slot) noexcept nogil:
-    lease_release(r, slot)
-
-
-cdef void radix_free_destination(rank_t* r, int32_t slot) noexcept nogil:
-    lease_release(r, slot)
-
-
-cdef int radix_misfit(const rank_t* r, int64_t num_input, int64_t max_output, int64_t* needed) noexcept nogil:
-    needed[0] = pages_of(r, num_input)
-    return POOL_TOO_SMALL if needed[0] > r.config.num_blocks else NO_REASON
 
 
 cdef void reject_late(rank_t* r) noexcept nogil:
@@ -270,6 +254,87 @@ cdef void reject_late(rank_t* r) noexcept nogil:
             r.p.completed += 1
             drop_waiting(r, slot)
         slot = after
+
+
+# ---------------------------------------------------------------- handoff (section 12)
+
+cdef inline void tell_with_command(rank_t* r, int64_t before) noexcept nogil:
+    """Events that a command made are handed out with it, not by the next pass that flushes."""
+    if r.header.num_events > before:
+        r.radix.flush = 1
+
+
+cdef inline int64_t transferable(const rank_t* r, int32_t slot) noexcept nogil:
+    """Tokens of the pages that a reservation did not find in the tree."""
+    return <int64_t>(r.leases[slot].pages - r.leases[slot].cached) * r.config.block_size
+
+
+cdef int64_t radix_reserve(rank_t* r, int32_t slot) noexcept nogil:
+    """Own pages for the whole prompt of a pending destination; tokens of those not found here, -1 if too few are free.
+
+    Nothing of the prompt is computed here, so even its last token may be found.
+    """
+    cdef int64_t tokens = r.requests[slot].num_input
+    cdef int64_t events = r.header.num_events
+    cdef bint owned = lease_fresh(r, slot, tokens, tokens)
+    tell_with_command(r, events)
+    if not owned:
+        return -1
+    r.requests[slot].computed = <int32_t>tokens
+    return transferable(r, slot)
+
+
+cdef void radix_activate(rank_t* r, int32_t slot) noexcept nogil:
+    """The prompt of a destination has arrived: it runs as soon as a pass has room.
+
+    Until then its pages are its own: they cannot be found, and no capacity is won.
+    """
+    prebuilt_push(r, slot)
+
+
+cdef void radix_free_source(rank_t* r, int32_t slot) noexcept nogil:
+    """A held source is not needed any more: it leaves its pages as any completed request does."""
+    lease_finish(r, slot)
+
+
+cdef void radix_free_destination(rank_t* r, int32_t slot) noexcept nogil:
+    """Nothing will arrive for a held destination: its pages are empty."""
+    lease_release(r, slot)
+
+
+cdef int radix_misfit(const rank_t* r, int64_t num_input, int64_t max_output, int64_t* needed) noexcept nogil:
+    """Why a destination can never be reserved, and the pages it would need; outputs play no role."""
+    needed[0] = pages_of(r, num_input)
+    return POOL_TOO_SMALL if needed[0] > r.config.num_blocks else NO_REASON
+
+
+cdef void promote(rank_t* r) noexcept nogil:
+    """Activated destinations start to run, before anything else."""
+    cdef int32_t slot
+    cdef admission_t* a
+    cdef request_t* q
+    while r.header.prebuilt_head != NO_SLOT and r.header.num_running < r.config.max_running:
+        slot = r.header.prebuilt_head
+        prebuilt_remove(r, slot)
+        materialised_leave(r, slot)
+        running_append(r, slot)
+        q = &r.requests[slot]
+        q.stamp = r.header.passes
+        a = &r.admissions[r.num_admissions]
+        r.num_admissions += 1
+        a.id_hi = q.id_hi
+        a.id_lo = q.id_lo
+        a.slot = slot
+        a.reused = 0
+        if not r.config.legacy:
+            # What it brought can be found from now on; duplicates of cached pages are free again.
+            commit_computed(r, slot)
+            r.header.capacity_generation += 1
+
+
+cdef inline bint gated(const rank_t* r) noexcept nogil:
+    """Whether prompts have to wait for destinations: activated ones without a slot, or ones without capacity."""
+    return r.header.prebuilt_head != NO_SLOT or r.header.num_pending > 0
 
 
 # ---------------------------------------------------------------- order of the queue
@@ -509,13 +574,25 @@ cdef void sort_running(rank_t* r) noexcept nogil:
         r.running[j] = slot
 
 
+cdef inline bint complete(const rank_t* r, int32_t slot) noexcept nogil:
+    """Whether a running request has all its tokens: it has had none to generate."""
+    return r.requests[slot].length >= r.requests[slot].limit
+
+
 cdef int64_t choose_victim(rank_t* r) noexcept nogil:
-    """Index in `running` of the request to retract; -2 if the policy failed."""
+    """Index in `running` of the request to retract, -1 if there is none; -2 if the policy failed.
+
+    A request that ends in this pass is no victim.
+    """
+    cdef int64_t i = r.header.num_running - 1
     cdef int32_t victim
     if r.config.victim == ASK_VICTIM:
         victim = r.ask_victim(r, NO_SLOT)
-        return victim if victim < 0 else running_index(r, victim)
-    return r.header.num_running - 1
+        i = victim if victim < 0 else running_index(r, victim)
+        return -1 if i >= 0 and complete(r, r.running[i]) else i
+    while i >= 0 and complete(r, r.running[i]):
+        i -= 1
+    return i
 
 
 cdef void retract(rank_t* r, int64_t index, int64_t growth, double now_ms) noexcept nogil:
@@ -641,7 +718,7 @@ cdef int schedule_decode(rank_t* r, double now_ms) noexcept nogil:
 
 
 cdef int open_radix_pass(rank_t* r, double now_ms) noexcept nogil:
-    """Begin a pass: prompts that are too long leave, the queue is put in order, the prefill interval counts."""
+    """Begin a pass: prompts too long leave, activated destinations run, the queue is ordered, the interval counts."""
     cdef radix_t* x = r.radix
     pass_open(r, now_ms)
     r.p.ratio_before = x.new_token_ratio
@@ -649,6 +726,7 @@ cdef int open_radix_pass(rank_t* r, double now_ms) noexcept nogil:
     x.total_tokens = 0
     if x.late_requests > 0:
         reject_late(r)
+    promote(r)
     if order_waiting(r) != PASS_OK:
         return PASS_FAILED
     if r.radix.countdown > 0:
@@ -663,7 +741,7 @@ cdef int radix_schedule(rank_t* r, double now_ms) noexcept nogil:
     cdef int64_t count
     if open_radix_pass(r, now_ms) != PASS_OK:
         return PASS_FAILED
-    if not p.deferred and admit(r) != PASS_OK:
+    if not p.deferred and not gated(r) and admit(r) != PASS_OK:
         return PASS_FAILED
     count = p.prefill_count
     if p.admitted > 0:
@@ -682,11 +760,15 @@ cdef int radix_schedule(rank_t* r, double now_ms) noexcept nogil:
 # ---------------------------------------------------------------- tokens
 
 cdef inline void end_request(rank_t* r, int32_t slot) noexcept nogil:
-    """Cache what a completed request computed and forget it; `running` is swept later."""
+    """Cache what a completed request computed and forget it, unless it is a source; `running` is swept later."""
+    r.p.completed += 1
+    if source_hold(r, slot):
+        # Its whole pages can be matched from now on, and stay locked.
+        commit_computed(r, slot)
+        return
     lease_finish(r, slot)
     running_leave(r, slot)
     r.header.capacity_generation += 1
-    r.p.completed += 1
     row_release(r, slot)
 
 
@@ -900,6 +982,11 @@ cdef int radix_stuck(const rank_t* r, int32_t* slot, int64_t* needed) noexcept n
     needed[0] = 0
     if not r.header.effect_free or r.radix.retry != 0:
         return NO_REASON
+    if r.header.num_held_sources + r.header.num_held_destinations > 0:
+        # A command will free what they own, or let it run.
+        return NO_REASON
+    if r.header.num_pending > 0 and r.handoffs[r.header.pending_head].attempted != r.header.capacity_generation:
+        return NO_REASON
     if r.header.num_running > 0:
         if r.header.num_running > 1:
             return NO_REASON
@@ -907,9 +994,13 @@ cdef int radix_stuck(const rank_t* r, int32_t* slot, int64_t* needed) noexcept n
         needed[0] = max(growth_pages(r) + r.requests[slot[0]].n_blocks, r.config.num_blocks + 1)
         return OUTGREW_POOL
     slot[0] = r.header.waiting_head
+    if r.header.num_pending > 0:
+        # Prompts wait for the destination, that for the pages of one of them.
+        while slot[0] != NO_SLOT and r.leases[slot[0]].pages == 0:
+            slot[0] = r.requests[slot[0]].next
     if slot[0] == NO_SLOT:
         return NO_REASON
-    if r.config.ask_admission:
+    if r.config.ask_admission and r.header.num_pending == 0:
         return NOT_ADMITTED
     q = &r.requests[slot[0]]
     needed[0] = page_ceil(r, q.length - q.computed)

@@ -83,7 +83,7 @@ cdef inline void emit_token(rank_t* r, int32_t slot) noexcept nogil:
     q.generated += 1
     done = q.length >= q.limit
     r.p.visible += 1
-    if r.want_signals or done:
+    if r.want_signals or done or (r.want_firsts and not q.flags & SIGNALLED):
         s = signal(r, slot, HAS_TOKEN | COMPLETED if done else HAS_TOKEN, NO_REASON, 0)
         if r.want_signals:
             s.token = output_token(r, slot, q.generated - 1)

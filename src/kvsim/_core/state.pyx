@@ -24,7 +24,7 @@ from kvsim._core.metrics cimport kvsim_variance, moments_variance
 from kvsim._core.engine cimport (
     engine_activate, engine_active, engine_cancel, engine_cancel_destination, engine_cancel_source, engine_drained,
     engine_emit, engine_empty, engine_events_shown, engine_fail_stuck, engine_register_source, engine_release_source,
-    engine_reserve, engine_reserve_error, engine_retry, engine_schedule, engine_stuck, engine_submit,
+    engine_reserve, engine_reserve_error, engine_retry, engine_schedule, engine_stuck, engine_submit, engine_unblock,
     engine_visible_events, engine_waiting,
 )
 from kvsim._core.pool cimport pool_active
@@ -598,6 +598,10 @@ cdef class RankState:
         """End a stuck request; its signal is what `signals` returns next. Returns the reason."""
         return engine_fail_stuck(&self.r)
 
+    def unblock(self):
+        """Let a transferred prompt pass a head that waits for its blocks; false if that is not what blocks the rank."""
+        return bool(engine_unblock(&self.r))
+
     def retries(self):
         """`retry_kind` of the last pass of the radix engine; None where there are no hints."""
         if self.r.config.engine != RADIX or (self.r.config.legacy and self.r.radix.retry == 0):
@@ -660,6 +664,15 @@ cdef class RankState:
     def completed(self):
         """Requests that ended in the last pass."""
         return self.r.p.completed
+
+    @property
+    def grouped(self):
+        """Whether the rank has siblings, so that its driver does what depends on all of them."""
+        return bool(self.r.grouped)
+
+    @grouped.setter
+    def grouped(self, bint value):
+        self.r.grouped = value
 
     @property
     def acceptance(self):
@@ -813,6 +826,7 @@ cdef class RankState:
         other._timing = self._timing
         other._profile = self._profile
         other.r.profile = self.r.profile
+        other.r.grouped = self.r.grouped
         other._offsets = self._offsets
         # Zeroed: the ends of spans are never written, and the digest covers whole spans.
         other.arena = np.zeros(len(self.arena), np.uint8)

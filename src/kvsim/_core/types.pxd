@@ -54,6 +54,7 @@ cdef enum request_flag:
     HANDOFF = 8    # one half of a handoff: its row of `handoffs` is in use
     ACTIVATED = 16     # a destination whose prompt has arrived
     MATERIALISED = 32  # activated and not admitted yet: enters without prefill
+    CROWDED = 64       # alone, it found no block for what it emits: it enters only when there is one
 
 cdef enum handoff_role:
     NO_ROLE = 0
@@ -117,6 +118,8 @@ cdef enum fail_reason:
     OUTGREW_POOL = 3
     BUDGET_TOO_SMALL = 4
     NOT_ADMITTED = 5
+    NO_WORKER = 6    # the driver's
+    STALLED = 7      # the driver's
 
 cdef enum growable:  # what `rank_t.grow` is asked to enlarge
     GROW_REQUESTS = 0
@@ -418,6 +421,8 @@ cdef struct request_spec_t:  # layout.REQUEST_SPEC
     int32_t turn
     int32_t dp_rank
     int32_t prompt_is_tokens
+    double priority
+    int64_t strict_priority
 
 cdef struct request_record_t:  # layout.REQUEST_RECORD
     uint64_t id_hi
@@ -445,6 +450,22 @@ cdef struct request_record_t:  # layout.REQUEST_RECORD
     int32_t reason                # fail_reason
     int64_t needed
     int64_t row
+
+cdef struct handoff_record_t:  # layout.HANDOFF_RECORD
+    double prefill_admit_ms
+    double source_held_ms
+    double destination_reserved_ms
+    double destination_activated_ms
+    double source_released_ms
+    double decode_admit_ms
+    int64_t decode_reused_tokens
+    int32_t prefill_worker
+    int32_t prefill_dp_rank
+
+cdef enum pool_kind:  # layout.Pool
+    POOL_AGGREGATED = 0
+    POOL_PREFILL = 1
+    POOL_DECODE = 2
 
 cdef enum run_status:  # layout.RequestStatus
     RUN_UNFINISHED = 0
@@ -536,6 +557,7 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int64_t cap_signals
     int64_t cap_pressures
     int32_t want_signals          # fill token ids, not only ends
+    int32_t want_firsts           # tell the first token of each request too
     int32_t grouped               # has siblings: what depends on all of them is done by the driver
     pass_t p
     void* owner                   # RankState, for the callbacks

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvsim.layout import ADMISSION_LOG, REQUEST_RECORD, FailReason, RequestStatus
+from kvsim.layout import ADMISSION_LOG, HANDOFF_RECORD, REQUEST_RECORD, FailReason, Pool, RequestStatus
 
-__all__ = ["ADMISSION_LOG", "STATUS_NAMES", "AdmissionIndex", "name_at", "request_row", "terminal_order"]
+__all__ = ["ADMISSION_LOG", "POOL_NAMES", "STATUS_NAMES", "RowIndex", "name_at", "request_row", "terminal_order"]
 
 #: Words of `terminal_status`.
 STATUS_NAMES = {
@@ -22,7 +22,11 @@ STATUS_NAMES = {
     RequestStatus.CANCELLED: "canceled",
 }
 
+#: Words for the pools in records and logs.
+POOL_NAMES = {Pool.AGGREGATED: "agg", Pool.PREFILL: "prefill", Pool.DECODE: "decode"}
+
 _FIELDS = REQUEST_RECORD.names or ()
+_HANDOFF_FIELDS = HANDOFF_RECORD.names or ()
 
 # Stamps of a handoff and of the pools it goes through: null in an aggregated run.
 _HANDOFF_KEYS = (
@@ -39,28 +43,28 @@ _HANDOFF_KEYS = (
 )
 
 
-class AdmissionIndex:
-    """Admissions grouped by request.
+class RowIndex:
+    """Rows of a log grouped by request.
 
     Parameters
     ----------
-    log : ndarray of ADMISSION_LOG, shape (m,)
+    log : ndarray of ADMISSION_LOG or ROUTING_RECORD, shape (m,)
         In time order.
 
     Notes
     -----
-    Built in O(m log m); `of` is O(log m) plus the admissions it returns.
+    Built in O(m log m); `of` is O(log m) plus the rows it returns.
     """
 
     __slots__ = ("_log", "_rows")
 
     def __init__(self, log: npt.NDArray[np.void]) -> None:
-        # Stable: admissions of one request keep their time order.
+        # Stable: rows of one request keep their time order.
         self._log = log[np.argsort(log["row"], kind="stable")]
         self._rows = np.ascontiguousarray(self._log["row"])
 
     def of(self, row: int) -> npt.NDArray[np.void]:
-        """Admissions of workload row `row`, in time order; may be empty."""
+        """Rows of workload row `row`, in time order; may be empty."""
         first, end = np.searchsorted(self._rows, [row, row + 1])
         return self._log[first:end]
 
@@ -76,26 +80,35 @@ def request_row(
     record: np.void,
     *,
     admissions: npt.NDArray[np.void] | None = None,
+    routing: npt.NDArray[np.void] | None = None,
+    handoff: np.void | None = None,
     request_id: str | None = None,
     session_id: str | None = None,
     dp_size: int = 1,
+    prefill_dp_size: int = 1,
     tokenized: bool = False,
     tokenless_e2e: bool = True,
     reasons: bool = True,
 ) -> dict[str, Any]:
-    """Return the record of one request of an aggregated run, as plain values.
+    """Return the record of one request, as plain values.
 
     Parameters
     ----------
     record : void of REQUEST_RECORD
     admissions : ndarray of ADMISSION_LOG, optional
-        Its admissions in time order. Without, the history is empty; the counts
-        are those of `record` in either case.
+        Its admissions in time order. Without, the history is empty, and the
+        counts are those of `record`.
+    routing : ndarray of ROUTING_RECORD, optional
+        Its placements in order of decision. Without, that of an aggregated run
+        is the worker of `record`, chosen at once and blind to the caches.
+    handoff : void of HANDOFF_RECORD, optional
+        Its halves, in a disaggregated run: `record` then names the decode worker.
     request_id : str, optional
         The id that the workload wrote; the key is absent without one.
     session_id : str, optional
-    dp_size : int
-        Ranks per worker; the record numbers schedulers ``worker * dp_size + rank``.
+    dp_size, prefill_dp_size : int
+        Ranks per aggregated or decode worker, and per prefill worker; the
+        record numbers schedulers ``worker * dp_size + rank``.
     tokenized : bool
         Adds `tokenized_ms`.
     tokenless_e2e : bool
@@ -116,10 +129,20 @@ def request_row(
     e2e = last - arrival
     if tokenless_e2e and tokens == 0 and status is RequestStatus.COMPLETED:
         e2e = at["terminal_ms"] - arrival
-    worker, rank = at["worker"], max(at["dp_rank"], 0)
-    scheduler = worker * dp_size + rank if worker >= 0 else None
-    history = [] if admissions is None else [_admission(k, entry) for k, entry in enumerate(admissions)]
-    count = at["admissions"]
+    scheduler = _scheduler(at["worker"], at["dp_rank"], dp_size)
+    history = [] if admissions is None else _admission_history(admissions)
+    if admissions is None:
+        count = at["admissions"]
+        readmissions = max(count - (1 if handoff is None else 2), 0)
+    else:
+        # Entering the second pool is no readmission.
+        count, readmissions = len(history), sum(entry["is_readmission"] for entry in history)
+    if routing is not None:
+        routes = [_route(entry, prefill_dp_size if entry["pool"] == Pool.PREFILL else dp_size) for entry in routing]
+    elif scheduler is not None and handoff is None:
+        routes = [_plain_route(at["worker"], max(at["dp_rank"], 0), scheduler)]
+    else:
+        routes = []
     row: dict[str, Any] = {
         "uuid": str(uuid.UUID(int=at["id_hi"] << 64 | at["id_lo"])),
         "session_id": session_id,
@@ -138,15 +161,15 @@ def request_row(
         "input_length": at["input_tokens"],
         "requested_output_length": at["requested_output_tokens"],
         "output_length": tokens,
-        "reused_input_tokens": at["reused_tokens"],
+        "reused_input_tokens": at["reused_tokens"] if handoff is None else _prefill_reuse(at, handoff, history),
         "first_admission_reused_input_tokens": at["first_reused_tokens"],
         "decode_worker_idx": scheduler,
-        "routing_history": [] if scheduler is None else [_route(worker, rank, scheduler)],
+        "routing_history": routes,
         "admission_history": history,
         "admission_count": count,
-        "readmission_count": max(count - 1, 0),
+        "readmission_count": readmissions,
         "pressure_record_ordinals": [],
-        **dict.fromkeys(_HANDOFF_KEYS),
+        **(dict.fromkeys(_HANDOFF_KEYS) if handoff is None else _halves(handoff, routes, prefill_dp_size)),
     }
     if request_id is not None:
         row["request_id"] = request_id
@@ -176,20 +199,77 @@ def _span(value: float) -> float | None:
     return max(value, 0.0) if math.isfinite(value) else None
 
 
-def _admission(ordinal: int, entry: np.void) -> dict[str, Any]:
-    # One pool, so both ordinals are the same.
+def _scheduler(worker: int, rank: int, dp_size: int) -> int | None:
+    return worker * dp_size + max(rank, 0) if worker >= 0 else None
+
+
+def _admission_history(admissions: npt.NDArray[np.void]) -> list[dict[str, Any]]:
+    history = []
+    in_pool: dict[int, int] = {}
+    for ordinal, entry in enumerate(admissions):
+        pool = int(entry["pool"])
+        pool_ordinal = in_pool.get(pool, 0)
+        in_pool[pool] = pool_ordinal + 1
+        history.append(
+            {
+                "admission_ordinal": ordinal,
+                "pool_admission_ordinal": pool_ordinal,
+                "pool": POOL_NAMES[Pool(pool)],
+                "at_ms": float(entry["at_ms"]),
+                "reused_input_tokens": int(entry["reused_tokens"]),
+                "is_readmission": pool_ordinal > 0,
+            }
+        )
+    return history
+
+
+def _prefill_reuse(at: dict[str, Any], handoff: np.void, history: list[dict[str, Any]]) -> int:
+    """Most tokens that an admission of a prefill rank found."""
+    if history:
+        return max((entry["reused_input_tokens"] for entry in history if entry["pool"] == "prefill"), default=0)
+    # Without a history: the largest reuse of all is the decode rank's own, or else the prefill rank's.
+    most = int(at["reused_tokens"])
+    return most if most > int(handoff["decode_reused_tokens"]) else int(at["first_reused_tokens"])
+
+
+def _halves(handoff: np.void, routes: list[dict[str, Any]], prefill_dp_size: int) -> dict[str, Any]:
+    at: dict[str, Any] = dict(zip(_HANDOFF_FIELDS, handoff.item(), strict=True))
+    # A request is placed once per pool, unless a placement is taken back; then the last one counts.
+    overlap = {route["pool"]: route["reported_overlap_tokens"] for route in routes}
+    reused = at["decode_reused_tokens"]
     return {
-        "admission_ordinal": ordinal,
-        "pool_admission_ordinal": ordinal,
-        "pool": "agg",
-        "at_ms": float(entry["at_ms"]),
-        "reused_input_tokens": int(entry["reused_tokens"]),
-        "is_readmission": ordinal > 0,
+        "prefill_worker_idx": _scheduler(at["prefill_worker"], at["prefill_dp_rank"], prefill_dp_size),
+        **{key: _time(at[key]) for key in _HANDOFF_KEYS if key.endswith("_ms")},
+        "decode_reused_input_tokens": reused if reused >= 0 else None,
+        "prefill_route_overlap_tokens": overlap.get("prefill"),
+        "decode_route_overlap_tokens": overlap.get("decode"),
     }
 
 
-def _route(worker: int, rank: int, scheduler: int) -> dict[str, Any]:
-    """Describe a placement by round robin: at once, blind to the caches."""
+def _route(entry: np.void, dp_size: int) -> dict[str, Any]:
+    """Describe a placement."""
+    worker, rank = int(entry["worker"]), max(int(entry["dp_rank"]), 0)
+    entered, released = float(entry["queue_entered_ms"]), float(entry["released_ms"])
+    queued = math.isfinite(entered)
+    blocks, best = int(entry["overlap_blocks"]), int(entry["best_overlap_blocks"])
+    route = _plain_route(worker, rank, worker * dp_size + rank)
+    route["pool"] = POOL_NAMES[Pool(int(entry["pool"]))]
+    if queued:
+        route["outcome"] = "queued"
+        route["queue_entered_at_ms"], route["released_at_ms"] = entered, _time(released)
+        route["queue_wait_ms"] = released - entered
+    route["reported_overlap_tokens"] = int(entry["overlap_tokens"])
+    if blocks >= 0:
+        route["selected_overlap_blocks"] = blocks
+    if best >= 0:
+        route["best_available_overlap_blocks"] = best
+    if blocks >= 0 and best >= 0:
+        route["overlap_regret_blocks"] = best - blocks
+    return route
+
+
+def _plain_route(worker: int, rank: int, scheduler: int) -> dict[str, Any]:
+    """Describe a placement that is at once and blind to the caches."""
     return {
         "pool": "agg",
         "outcome": "immediate",

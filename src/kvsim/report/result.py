@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsim.report.gaps import GapHistogram
-from kvsim.report.records import AdmissionIndex, name_at, request_row, terminal_order
+from kvsim.report.records import RowIndex, name_at, request_row, terminal_order
 from kvsim.report.summary import RunTotals, Sla, Summary, summarize, wall_rates
 from kvsim.report.table import format_table
 
@@ -41,12 +41,22 @@ class ReplayResult:
         One row per output signal, when the run captured them.
     admissions : ndarray of ADMISSION_LOG, optional
         In time order, for the admission history of the records.
+    handoffs : ndarray of HANDOFF_RECORD, shape (n,), optional
+        Of a disaggregated run, one per row of the workload.
+    routing : ndarray of ROUTING_RECORD, optional
+        Every placement, in order of decision.
+    telemetry : dict, optional
+        Of `kvsim.replay.telemetry.Telemetry.result`.
+    scaling : list of dict, optional
+        What the scaling policy was given and what it answered, tick by tick.
+    lifecycle : list of dict, optional
+        Changes of the pools, see `kvsim.replay.pool.LifecycleLog`.
     request_names : sequence of (str or None), or mapping, optional
         The id that the workload wrote, by workload row.
     session_names : sequence of str, or mapping, optional
         By the session number of the records.
-    dp_size : int
-        Ranks per worker.
+    dp_size, prefill_dp_size : int
+        Ranks per aggregated or decode worker, and per prefill worker.
 
     Attributes
     ----------
@@ -65,19 +75,32 @@ class ReplayResult:
     totals : RunTotals
     config : object
     admissions : ndarray of ADMISSION_LOG or None
+    handoffs : ndarray of HANDOFF_RECORD or None
+        Read-only.
+    routing : ndarray of ROUTING_RECORD or None
+        Read-only.
+    telemetry : dict or None
+    scaling : list of dict or None
+    lifecycle : list of dict or None
     """
 
     __slots__ = (
         "_dp_size",
+        "_prefill_dp_size",
         "_request_names",
         "_session_names",
         "admissions",
         "config",
         "gaps",
+        "handoffs",
+        "lifecycle",
         "outputs",
         "passes",
         "requests",
+        "routing",
+        "scaling",
         "summary",
+        "telemetry",
         "totals",
         "wall",
     )
@@ -96,14 +119,25 @@ class ReplayResult:
         passes: npt.NDArray[np.void] | None = None,
         outputs: npt.NDArray[np.void] | None = None,
         admissions: npt.NDArray[np.void] | None = None,
+        handoffs: npt.NDArray[np.void] | None = None,
+        routing: npt.NDArray[np.void] | None = None,
+        telemetry: dict[str, Any] | None = None,
+        scaling: list[dict[str, Any]] | None = None,
+        lifecycle: list[dict[str, Any]] | None = None,
         request_names: Sequence[str | None] | Mapping[int, str] | None = None,
         session_names: Sequence[str | None] | Mapping[int, str] | None = None,
         dp_size: int = 1,
+        prefill_dp_size: int = 1,
     ) -> None:
         self.requests = _read_only(requests)
         self.passes = None if passes is None else _read_only(passes)
         self.outputs = None if outputs is None else _read_only(outputs)
         self.admissions = None if admissions is None else _read_only(admissions)
+        self.handoffs = None if handoffs is None else _read_only(handoffs)
+        self.routing = None if routing is None else _read_only(routing)
+        self.telemetry = telemetry
+        self.scaling = scaling
+        self.lifecycle = lifecycle
         self.gaps = gaps
         self.totals = totals
         self.config = config
@@ -112,6 +146,7 @@ class ReplayResult:
         self._request_names = request_names
         self._session_names = session_names
         self._dp_size = dp_size
+        self._prefill_dp_size = prefill_dp_size
 
     def rows(self, *, tokenless_e2e: bool = True, reasons: bool = True) -> Iterator[dict[str, Any]]:
         """Yield the records of the requests that ended, ordered by (arrival, id).
@@ -121,16 +156,20 @@ class ReplayResult:
         tokenless_e2e, reasons : bool
             See `kvsim.report.records.request_row`.
         """
-        index = None if self.admissions is None else AdmissionIndex(self.admissions)
+        admissions = None if self.admissions is None else RowIndex(self.admissions)
+        routing = None if self.routing is None else RowIndex(self.routing)
         for k in terminal_order(self.requests):
             record = self.requests[k]
             row = int(record["row"])
             yield request_row(
                 record,
-                admissions=None if index is None else index.of(row),
+                admissions=None if admissions is None else admissions.of(row),
+                routing=None if routing is None else routing.of(row),
+                handoff=None if self.handoffs is None else self.handoffs[row],
                 request_id=name_at(self._request_names, row),
                 session_id=name_at(self._session_names, int(record["session"])),
                 dp_size=self._dp_size,
+                prefill_dp_size=self._prefill_dp_size,
                 tokenized=self.totals.tokenized,
                 tokenless_e2e=tokenless_e2e,
                 reasons=reasons,

@@ -212,6 +212,8 @@ class Workload:
         self._require(specs["max_output_tokens"] >= 0, "max_output_tokens", "must be >= 0")
         self._require(specs["max_output_tokens"] <= MAX_TOKENS, "max_output_tokens", f"must be at most {MAX_TOKENS}")
         self._require(specs["dp_rank"] >= ANY_RANK, "dp_rank", "must be >= 0, or -1 for any rank")
+        self._require(np.isfinite(specs["priority"]), "priority", "must be finite")
+        self._require(specs["strict_priority"] >= 0, "strict_priority", "must be >= 0")
         arrival = specs["arrival_ms"]
         self._require(~self.first_turn | (np.isfinite(arrival) & (arrival >= 0)), "arrival_ms", "must be finite, >= 0")
         self._require(self.first_turn | np.isnan(arrival), "arrival_ms", "must be nan for a follow-up turn")

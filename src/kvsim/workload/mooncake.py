@@ -38,6 +38,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _UTF8_BOM = b"\xef\xbb\xbf"
 #: What a blank line looks like after the end of the line before.
 _BLANK_STARTS = (b"\n\n", b"\n\r", b"\n ", b"\n\t")
+_I32 = 1 << 31
 _U32 = 1 << 32
 _U64 = 1 << 64
 _REQUIRED = ("hash_ids", "output_length")
@@ -186,6 +187,7 @@ class _Builder:
         inputs, outputs, ids_per_row = [0] * n, [0] * n, [0] * n
         session, turn, arrival, delay = [0] * n, [0] * n, [math.nan] * n, [0.0] * n
         authored: dict[int, list[int]] = {}
+        priority, strict_priority = [0] * n, [0] * n
         numbers: dict[str, int] = {}  # session name -> number
         turns: list[int] = []  # per session: turns so far
         clocks: list[float | None] = []  # per session: newest timestamp
@@ -199,6 +201,8 @@ class _Builder:
             outputs[i] = self.output_length(line, row)
             if row.output_token_ids is not None:
                 authored[i] = self.authored(line, row.output_token_ids, outputs[i])
+            priority[i] = self.whole(line, "priority", row.priority, -_I32, _I32 - 1)
+            strict_priority[i] = self.whole(line, "strict_priority", row.strict_priority, 0, _U32 - 1)
             stamp = self.time(line, "timestamp", self.either(line, "timestamp", row.timestamp, row.created_time))
             think = self.time(line, "delay", self.either(line, "delay", row.delay, row.delay_ms))
 
@@ -248,6 +252,8 @@ class _Builder:
         specs["prompt_count"] = count[order]
         specs["session"] = session_numbers[order]
         specs["turn"] = np.array(turn, np.int32)[order]
+        specs["priority"] = np.array(priority, np.float64)[order]
+        specs["strict_priority"] = np.array(strict_priority, np.int64)[order]
         if authored:
             rank = np.empty(n, np.int64)
             rank[order] = np.arange(n)
@@ -317,6 +323,14 @@ class _Builder:
         if not 0 <= length <= MAX_TOKENS:
             raise self.error(line, "output_length", f"must lie in 0 <= output_length <= {MAX_TOKENS}, got {length}")
         return length
+
+    def whole(self, line: int, field: str, value: int | None, low: int, high: int) -> int:
+        """An int that may be missing, then 0."""
+        if value is None:
+            return 0
+        if not low <= value <= high:
+            raise self.error(line, field, f"must lie in {low} <= {field} <= {high}, got {value}")
+        return value
 
     def authored(self, line: int, ids: list[int], length: int) -> list[int]:
         if len(ids) != length:

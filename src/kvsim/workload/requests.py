@@ -38,6 +38,8 @@ REQUEST_KEYS = (
     "prefill_dp_rank",
     "session_id",
     "turn_index",
+    "priority",
+    "strict_priority",
     "metadata",
 )
 
@@ -78,6 +80,16 @@ class _Fields:
         if not low <= value <= high:
             self.fail(key, f"must lie in {low} <= {key} <= {high}, got {value}")
         return int(value)
+
+    def number(self, key: str) -> float:
+        value = self.given.get(key)
+        if value is None:
+            return 0.0
+        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+            self.fail(key, f"must be a number, got {value!r}")
+        if not -math.inf < value < math.inf:
+            self.fail(key, f"must be finite, got {value!r}")
+        return float(value)
 
     def time(self, key: str) -> float:
         value = self.given.get(key, 0.0)
@@ -134,7 +146,9 @@ def workload_from_requests(
         ``input_token_ids`` (the content) or both when they agree,
         ``output_tokens`` (default 1), ``output_token_ids`` (their number
         replaces `output_tokens`), ``dp_rank``, ``prefill_dp_rank``,
-        ``session_id``, ``turn_index``, ``metadata``.
+        ``session_id``, ``turn_index``, ``priority`` (seconds that it gains in the
+        queue of a router) and ``strict_priority`` (a higher one leaves that queue
+        first), ``metadata``.
     strict : bool, default True
         Refuse unknown keys of mappings; otherwise ignore them.
     source : str
@@ -198,6 +212,8 @@ def workload_from_requests(
         session, turn = fields.session(), fields.integer("turn_index", 0, 2**31 - 1)
         spec["session"] = NO_SESSION if session is None else sessions.setdefault(session, len(sessions))
         spec["turn"] = NO_TURN if turn is None else turn
+        spec["priority"] = fields.number("priority")
+        spec["strict_priority"] = fields.integer("strict_priority", 0, _U32 - 1) or 0
 
     order = np.argsort(specs["arrival_ms"], kind="stable")
     in_file = list(names)
