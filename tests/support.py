@@ -182,8 +182,9 @@ def radix_state(rank: SchedulerRank) -> dict[str, Any]:
         slot = int(requests[slot]["next"])
     held = [HandoffRole.SOURCE_HELD, HandoffRole.DESTINATION_HELD]
     parked = np.flatnonzero(np.isin(state.view("handoffs")["role"][: len(requests)], held)).tolist()
-    live = requests[np.isin(requests["status"], list(RADIX_STATUS))]
-    # In generation 1.3 the tokens that partial pages do not use are free.
+    own = np.isin(requests["status"], list(RADIX_STATUS))
+    # In generation 1.3 the tokens that partial pages do not use are free, but for those of reserved destinations.
+    live = requests[own | (state.view("handoffs")["role"][: len(requests)] == HandoffRole.SOURCE_HELD)]
     loose = int((live["allocated"] - live["computed"]).sum()) if rank.config.rules.name == "dynamo-1.3" else 0
     victims = sorted(heap.tolist(), key=lambda node: (nodes[node]["last_access"], nodes[node]["ordinal"]))
     return {
