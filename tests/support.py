@@ -47,6 +47,7 @@ from model.sglang import SglangModel
 STATUS = {1: "waiting", 2: "running", 3: "preempted"}
 #: The radix twin calls a retracted request waiting.
 RADIX_STATUS = {1: "waiting", 2: "running", 3: "waiting"}
+HELD_DESTINATION = 6
 
 
 def rank_state(rank: SchedulerRank) -> dict[str, Any]:
@@ -182,10 +183,9 @@ def radix_state(rank: SchedulerRank) -> dict[str, Any]:
         slot = int(requests[slot]["next"])
     held = [HandoffRole.SOURCE_HELD, HandoffRole.DESTINATION_HELD]
     parked = np.flatnonzero(np.isin(state.view("handoffs")["role"][: len(requests)], held)).tolist()
-    own = np.isin(requests["status"], list(RADIX_STATUS))
-    # In generation 1.3 the tokens that partial pages do not use are free, but for those of reserved destinations.
-    live = requests[own | (state.view("handoffs")["role"][: len(requests)] == HandoffRole.SOURCE_HELD)]
-    loose = int((live["allocated"] - live["computed"]).sum()) if rank.config.rules.name == "dynamo-1.3" else 0
+    # In generation 1.3 the tokens that partial pages do not use are free; a destination owns its pages whole.
+    users = requests[requests["status"] != HELD_DESTINATION]
+    loose = int((users["allocated"] - users["computed"]).sum()) if rank.config.rules.name == "dynamo-1.3" else 0
     victims = sorted(heap.tolist(), key=lambda node: (nodes[node]["last_access"], nodes[node]["ordinal"]))
     return {
         "waiting": [id_of(slot) for slot in rank.waiting],
