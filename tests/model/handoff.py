@@ -223,8 +223,7 @@ class HandoffRank:
         suppressed = False
         if target is not None and pending is not None and (discard or not isinstance(result, Noop)):
             suppressed = withdraw(pending, target)
-        forgets_only = isinstance(command, ReleaseSource) and not retired
-        if not (isinstance(result, Noop) or forgets_only):
+        if not isinstance(result, Noop):
             self.last_pass_effect_free = False
         return CommandEffects(
             result=result,
