@@ -525,7 +525,8 @@ class Ledger:
     def command(self, command: Command, effects: CommandEffects, *, in_flight: bool) -> None:
         if isinstance(effects.result, DestinationAccepted):
             request_id = effects.result.request_id
-            assert request_id not in self.accepted
+            # The one before with this id may have ended in the pass in flight, which is told later.
+            assert in_flight or request_id not in self.accepted
             self.accepted[request_id] = False
             if in_flight:
                 self.late.add(request_id)

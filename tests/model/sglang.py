@@ -709,7 +709,11 @@ class SglangModel(HandoffRank):
     def _exhausted(self) -> bool:
         """The last pass did nothing and the next would be the same."""
         final = (SameTimestampRetry.EXHAUSTED, SameTimestampRetry.NOT_APPLICABLE)
-        return self.last_pass_effect_free and self.last_hint in final
+        if not self.last_pass_effect_free or self.last_hint not in final:
+            return False
+        # A pending destination that may fit now is tried before the next pass.
+        pending = self.handoffs.pending
+        return not pending or pending[0].last_attempt == self.handoffs.generation
 
     def _hopeless(self) -> bool:
         """Passes at this instant could only wear down the ratio, and longer than anyone would wait.
