@@ -1411,15 +1411,19 @@ cdef class Fleet:
 
     cdef void advance(self, double now_ms) noexcept nogil:
         """Go to an instant and end the passes that end at it, by pool and worker."""
-        cdef int64_t i
         self.now_ms = now_ms
+        self.wake_idle()
+        while self.heap_count > 0 and self.workers[self.heap[0]].busy_until <= now_ms:
+            self.complete(self.heap_pop())
+
+    cdef void wake_idle(self) noexcept nogil:
+        """Let workers whose pass did nothing try again."""
+        cdef int64_t i
         for i in range(self.idle_count):
             self.workers[self.idle[i]].listed = 0
             if self.workers[self.idle[i]].deferred and self.workers[self.idle[i]].live:
                 self.queue(self.idle[i])
         self.idle_count = 0
-        while self.heap_count > 0 and self.workers[self.heap[0]].busy_until <= now_ms:
-            self.complete(self.heap_pop())
 
     cdef int start_passes(self, int64_t* budget) noexcept nogil:
         """Idle workers start passes, lowest first, until none does anything or something was noted."""
@@ -1508,9 +1512,14 @@ cdef class Fleet:
         self._end_call()
         return result
 
-    def start(self):
-        """Start passes at this instant without letting time pass; true if something was noted meanwhile."""
+    def start(self, bint again=False):
+        """Start passes at this instant without letting time pass; true if something was noted meanwhile.
+
+        Workers whose pass at this instant did nothing try once more with `again`.
+        """
         cdef int64_t budget = 0
+        if again:
+            self.wake_idle()
         self._begin_call()
         with nogil:
             self.start_passes(&budget)

@@ -412,7 +412,8 @@ class System:
         """Idle workers start passes until none does anything; whether one was over at once and showed something."""
         showed = self._take_notes(now)
         rounds = 0
-        while self.fleet.start():
+        # Each turn of the instant gives those whose pass did nothing another try (spec/engine-contract.md section 7).
+        while self.fleet.start(rounds == 0):
             showed = self._take_notes(now)
             rounds += 1
             if rounds > _MOST_AT_ONCE:
