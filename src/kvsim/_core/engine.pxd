@@ -219,10 +219,9 @@ cdef inline bint engine_runnable(const rank_t* r) noexcept nogil:
 
 # ---------------------------------------------------------------- transfers of the host tier
 
-cdef inline void engine_at(rank_t* r, double now_ms, bint mid_pass) noexcept nogil:
-    """Before a command: when it is applied, for what it cancels."""
+cdef inline void engine_at(rank_t* r, double now_ms) noexcept nogil:
+    """Before a command: when it is applied, for the transfers it cancels."""
     r.command_ms = now_ms
-    r.command_mid_pass = mid_pass
 
 
 cdef inline double engine_deadline(const rank_t* r) noexcept nogil:

@@ -616,9 +616,9 @@ cdef class RankState:
 
     # ------------------------------------------------------------ the host tier
 
-    def at(self, double now_ms, bint mid_pass):
-        """When the next command is applied, and whether a pass is in flight then: for the transfer it may cancel."""
-        engine_at(&self.r, now_ms, mid_pass)
+    def at(self, double now_ms):
+        """When the next command is applied, for the transfer it may cancel."""
+        engine_at(&self.r, now_ms)
 
     def deadline(self):
         """When the next transfer ends, ms; infinity if none is on a link."""
@@ -860,6 +860,15 @@ cdef class RankState:
             slots[i] = slot
             slot = self.r.requests[slot].next
         return slots
+
+    def connector_slots(self):
+        """Row numbers of the requests that wait for transfers, in the order of their queue."""
+        cdef int32_t slot = self.r.host.connector_head if self.r.config.host else NO_SLOT
+        slots = []
+        while slot != NO_SLOT:
+            slots.append(slot)
+            slot = self.r.requests[slot].next
+        return np.array(slots, np.int64)
 
     def waiting_rows(self):
         """(row numbers, copies of the rows) of the waiting requests in queue order."""

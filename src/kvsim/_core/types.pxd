@@ -704,8 +704,7 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int32_t want_signals          # fill token ids, not only ends
     int32_t want_firsts           # tell the first token of each request too
     int32_t want_offload          # keep observations of the host tier
-    int32_t command_mid_pass      # host tier: whether a pass is in flight when the command is applied ...
-    double command_ms             # ... and when that is
+    double command_ms             # host tier: when the command under way is applied
     int32_t grouped               # has siblings: what depends on all of them is done by the driver
     pass_t p
     void* owner                   # RankState, for the callbacks
