@@ -426,7 +426,8 @@ cdef void store_request(rank_t* r, int32_t slot, double now_ms) noexcept nogil:
             observe(r, CAPACITY_RETRY, now_ms, q.id_hi, q.id_lo, -1)
             r.offload_events[r.host.num_events - 1].flags = UNFITTABLE if end - first > r.config.host_blocks else 0
             for i in range(first, end):
-                observe_block(r, hashes[i], i)
+                if host_find(r, hashes[i]) == NO_SLOT:
+                    observe_block(r, hashes[i], i)
         return
     entry = h.lru_head
     while victims > 0:
