@@ -13,7 +13,8 @@ from kvsim.layout import HandoffRole as _Role
 __all__ = ["check_rank"]
 
 _WAITING, _RUNNING, _PREEMPTED, _HELD_SOURCE, _PENDING_DESTINATION, _HELD_DESTINATION = 1, 2, 3, 4, 5, 6
-_HANDOFF, _ACTIVATED, _MATERIALISED, _CONNECTOR, _UNSTORED = 8, 16, 32, 64, 128
+_HANDOFF, _ACTIVATED, _MATERIALISED = 8, 16, 32
+_CONNECTOR, _UNSTORED = 1, 2
 _STORE, _LOAD = 1, 2
 _RADIX = 1
 _ROOT = 0
@@ -95,7 +96,13 @@ def _check_request(row: Any, slot: int, config: Any) -> None:
     _same(f"{name}: capacity", row["capacity"], row["n_blocks"] * size)
     _same(f"{name}: generated", row["generated"], row["length"] - row["num_input"])
     _same(f"{name}: next_seal", row["next_seal"], (row["computed"] // size + 1) * size)
-    if row["status"] != _RUNNING and not row["flags"] & _CONNECTOR:
+    if row["status"] == _HELD_SOURCE:
+        _require(row["length"] >= row["limit"], f"{name} is held as a source but is not complete")
+    elif row["status"] == _HELD_DESTINATION or row["flags"] & _MATERIALISED:
+        _same(f"{name}: blocks of a destination", row["n_blocks"], -(-int(row["num_input"]) // int(size)))
+        _same(f"{name}: allocated", row["allocated"], row["num_input"])
+        _same(f"{name}: computed", row["computed"], row["num_input"] if row["flags"] & _MATERIALISED else 0)
+    elif row["status"] != _RUNNING and not row["host"] & _CONNECTOR:
         _same(f"{name}: blocks of a waiting request", row["n_blocks"], 0)
 
 
@@ -179,6 +186,7 @@ def _check_handoffs(state: Any, config: Any, header: Any, requests: Any, prebuil
     role = halves["role"]
     _require(((role != _Role.NONE) == ((flags & _HANDOFF) != 0)).all(), "a half of a handoff has no role")
     _require((status[role != _Role.NONE] != 0).all(), "an unused request row is half of a handoff")
+    _require((halves[role == _Role.NONE] == np.zeros(1, halves.dtype)).all(), "an unused row of `handoffs` is not empty")
     for fixed, wanted in (
         (_Role.SOURCE_HELD, _HELD_SOURCE),
         (_Role.DESTINATION_PENDING, _PENDING_DESTINATION),
@@ -197,6 +205,8 @@ def _check_handoffs(state: Any, config: Any, header: Any, requests: Any, prebuil
     _same("pending destinations", sorted(pending), np.flatnonzero(role == _Role.DESTINATION_PENDING).tolist())
     if config["engine"] == _RADIX:
         _same("prebuilt requests", sorted(prebuilt), np.flatnonzero(materialised).tolist())
+    _require((np.diff(requests["waiting_order"][pending]) > 0).all(), "pending destinations are out of order")
+    _require((halves["attempted"][pending[1:]] == -1).all(), "a pending destination was tried before it came first")
     _require((halves["attempted"] <= header["capacity_generation"]).all(), "an attempt of a later capacity generation")
     for name, members in (
         ("num_held_sources", role == _Role.SOURCE_HELD),
@@ -328,9 +338,9 @@ def _check_waiters(
     state: Any, config: Any, header: Any, host: Any, requests: Any, transfers: Any, stores: list[int], loads: list[int]
 ) -> None:
     offloads = state.view("offloads")
-    flags, live = requests["flags"], requests["status"] != 0
+    live = requests["status"] != 0
     connector = set(_listed("connector", host, requests))
-    _same("requests of the connector queue", sorted(connector), np.flatnonzero(flags & _CONNECTOR).tolist())
+    _same("requests of the connector queue", sorted(connector), np.flatnonzero(requests["host"] & _CONNECTOR).tolist())
     asleep = [slot for slot in connector if offloads[slot]["progress"] == host["progress"]]
     _same("num_asleep", header["num_asleep"], len(asleep))
     _require(not asleep or header["num_transfers"] > 0, "a request sleeps and no transfer is under way")
@@ -343,7 +353,7 @@ def _check_waiters(
         if row["latest_store"] >= 0:
             _require(row["latest_store"] in stores, f"{name}: its newest store is not under way")
             _same(f"{name}: request of its newest store", transfers[row["latest_store"]]["slot"], slot)
-        if not request["flags"] & _UNSTORED and whole <= config["num_blocks"]:
+        if not request["host"] & _UNSTORED and whole <= config["num_blocks"]:
             _same(f"{name}: blocks it asked to store", row["next_store"], whole)
         if row["load"] >= 0:
             _require(row["load"] in loads and slot in connector, f"{name}: its load is not under way")

@@ -321,7 +321,7 @@ REQUEST = np.dtype(
         ("status", "u1"),  # request_status
         ("flags", "u1"),  # request_flag
         ("table_class", "u1"),  # log2 of the span
-        ("unused", "u1"),
+        ("host", "u1"),  # host_flag
         ("sched_total", "<i4"),  # tokens scheduled in pass `stamp`
         ("id_hi", "<u8"),
         ("id_lo", "<u8"),

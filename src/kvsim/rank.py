@@ -782,13 +782,13 @@ class SchedulerRank:
         return effects
 
     def is_ready(self) -> bool:
-        """Whether a pass may be executed: the rank owns something, or prefill still has to wait for its interval.
+        """Whether a pass could have work: a request waits or runs, and not only for transfers.
 
-        Requests that wait for transfers do not count: no pass helps them before one ends.
+        SGLang is ready as long as it owns anything at all, halves of handoffs
+        included, and while prefill has to wait for its interval: ask
+        `waiting_for_external_command`, too, before executing passes in a row.
         """
-        if self._poison is not None:
-            return False
-        return self._state.runnable() or self._waits_for_command() or self._counts_down()
+        return self._poison is None and (not self._idle() if self._radix else self._state.runnable())
 
     def is_empty(self) -> bool:
         """Whether no request waits or runs; halves of handoffs that only a command moves do not count."""
@@ -848,6 +848,14 @@ class SchedulerRank:
         rows = self._state.signals()
         self._state.release_contents(rows["slot"])
         return self._build_output(rows[0])
+
+    def unblock(self) -> bool:
+        """Let a request whose prompt came with a handoff pass a queue head that waits for its blocks.
+
+        For drivers, when nothing else can happen; until then a later handoff
+        may still free the head. False if that is not what blocks the rank.
+        """
+        return self._state.unblock()
 
     # ------------------------------------------------------------ looking in
 

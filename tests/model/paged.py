@@ -159,7 +159,6 @@ class PagedModel(HandoffRank):
         self.event_buffer: list[KvEvent] = []
         self.last_pass_effect_free = False
         self.handoffs = Handoffs()
-        self.tracked: dict[tuple[str, int], int] = {}
         #: what happened to handoffs in the pass that is being formed
         self.lifecycle: list[Any] = []
         #: requests built so far: the order of their arrival
@@ -786,9 +785,6 @@ class PagedModel(HandoffRank):
         return request.num_input * per_token / (bandwidth * 1e9) * 1000.0
 
     # ------------------------------------------------------------ boundaries
-
-    def is_ready(self) -> bool:
-        return bool(self.running or self.waiting)
 
     def metrics(self) -> Metrics:
         active, inactive, total = self.pool.active_blocks, len(self.pool.inactive), self.config.num_gpu_blocks

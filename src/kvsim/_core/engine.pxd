@@ -9,7 +9,7 @@ from kvsim._core.handoff cimport (
 from kvsim._core.host cimport host_boundary, host_deadline, host_work
 from kvsim._core.paged_pass cimport (
     paged_activate, paged_cancel, paged_emit, paged_free, paged_misfit, paged_open, paged_reserve, paged_schedule,
-    paged_settle, paged_stuck,
+    paged_settle, paged_stuck, paged_unblock,
 )
 from kvsim._core.pool cimport pool_active
 from kvsim._core.radix_legacy cimport legacy_activate, legacy_emit, legacy_reserve, legacy_schedule, legacy_settle
@@ -271,6 +271,11 @@ cdef inline int engine_fail_stuck(rank_t* r) noexcept nogil:
     signal(r, slot, COMPLETED | (FAILED if ran else REJECTED), reason, needed)
     engine_cancel(r, slot)
     return reason
+
+
+cdef inline bint engine_unblock(rank_t* r) noexcept nogil:
+    """For a rank to which nothing else can happen: let somebody pass the head that waits for the other's blocks."""
+    return r.config.engine != RADIX and paged_unblock(r)
 
 
 cdef inline int64_t engine_active(const rank_t* r) noexcept nogil:

@@ -88,7 +88,7 @@ cdef inline void connector_remove(rank_t* r, int32_t slot) noexcept nogil:
         r.requests[q.next].prev = q.prev
     q.next = NO_SLOT
     q.prev = NO_SLOT
-    q.flags &= <unsigned char>~CONNECTOR
+    q.host &= <unsigned char>~CONNECTOR
     r.offloads[slot].progress = -1
     h.num_connector -= 1
     waiting_count(r, q, -1)
@@ -97,7 +97,7 @@ cdef inline void connector_remove(rank_t* r, int32_t slot) noexcept nogil:
 
 cdef inline void queue_leave(rank_t* r, int32_t slot) noexcept nogil:
     """Take a waiting request out of the queue it is in."""
-    if unlikely(r.requests[slot].flags & CONNECTOR):
+    if unlikely(r.requests[slot].host & CONNECTOR):
         connector_remove(r, slot)
     else:
         waiting_remove(r, slot)

@@ -475,9 +475,9 @@ cdef void stored_up_to(rank_t* r, int32_t slot, int64_t end) noexcept nogil:
     """The host has, or was asked to take, the first `end` prompt blocks."""
     r.offloads[slot].next_store = <int32_t>end
     if end < prompt_blocks(r, slot):
-        r.requests[slot].flags |= UNSTORED
+        r.requests[slot].host |= UNSTORED
     else:
-        r.requests[slot].flags &= <unsigned char>~UNSTORED
+        r.requests[slot].host &= <unsigned char>~UNSTORED
 
 
 cdef void host_observe(rank_t* r) noexcept nogil:
@@ -486,7 +486,7 @@ cdef void host_observe(rank_t* r) noexcept nogil:
     cdef int64_t i
     for i in range(r.header.num_running):
         q = &r.requests[r.running[i]]
-        if unlikely(q.flags & UNSTORED) and q.stamp == r.header.passes:
+        if unlikely(q.host & UNSTORED) and q.stamp == r.header.passes:
             store_request(r, r.running[i], r.p.start_ms)
 
 
@@ -589,9 +589,9 @@ cdef void host_sleep(rank_t* r, int32_t slot) noexcept nogil:
     cdef host_t* t = r.host
     cdef header_t* h = r.header
     r.p.deferrals += 1
-    if not q.flags & CONNECTOR:
+    if not q.host & CONNECTOR:
         queue_leave(r, slot)
-        q.flags |= CONNECTOR
+        q.host |= CONNECTOR
         q.next = NO_SLOT
         q.prev = t.connector_tail
         if q.prev == NO_SLOT:

@@ -227,6 +227,7 @@ cdef void radix_cancel(rank_t* r, int32_t slot) noexcept nogil:
     """Drop a live request wherever it is."""
     cdef request_t* q = &r.requests[slot]
     cdef bint prebuilt = q.flags & MATERIALISED != 0
+    r.radix.late_requests -= r.leases[slot].late
     if prebuilt:
         prebuilt_remove(r, slot)
         materialised_leave(r, slot)

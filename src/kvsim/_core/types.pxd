@@ -54,9 +54,11 @@ cdef enum request_flag:
     HANDOFF = 8    # one half of a handoff: its row of `handoffs` is in use
     ACTIVATED = 16     # a destination whose prompt has arrived
     MATERIALISED = 32  # activated and not admitted yet: enters without prefill
-    # With a host tier.
-    CONNECTOR = 64     # waits in the queue of those that look at transfers
-    UNSTORED = 128     # has complete prompt blocks that the host was not asked to take
+    CROWDED = 64       # alone, it found no block for what it emits: it enters only when there is one
+
+cdef enum host_flag:
+    CONNECTOR = 1  # waits in the queue of those that look at transfers
+    UNSTORED = 2   # has complete prompt blocks that the host was not asked to take
 
 cdef enum handoff_role:
     NO_ROLE = 0
@@ -282,7 +284,7 @@ cdef struct request_t:  # 128 bytes: what a decode step touches lies in the firs
     uint8_t status                # request_status
     uint8_t flags                 # request_flag
     uint8_t table_class           # log2 of the span
-    uint8_t unused
+    uint8_t host                  # host_flag
     int32_t sched_total           # tokens scheduled in pass `stamp`
     uint64_t id_hi
     uint64_t id_lo

@@ -17,8 +17,9 @@ import msgspec
 import numpy as np
 
 from kvsim._core import content
-from kvsim.config import EngineConfig, parse_config
+from kvsim.config import parse_config
 from kvsim.errors import ConfigError
+from kvsim.replay.pool import PoolSpec
 from kvsim.replay.run import Run
 from kvsim.report import Sla
 from kvsim.report.summary import summarize, wall_rates
@@ -84,10 +85,11 @@ def _replay(text: str, *, artifacts: bool) -> dict[str, Any]:
     _known(spec, _SPEC_KEYS, "spec.")
     if spec.get("version", 1) != 1:
         raise ConfigError("spec.version", f"must be 1, got {spec['version']!r}")
-    workers = _workers(spec)
-    config, dp_size = _engine(spec)
-    if artifacts and workers * dp_size != 1:
-        raise ConfigError("spec.topology", f"artifacts need one worker of one rank, got {workers} of {dp_size}")
+    pools = _pools(spec)
+    config = pools["prefill"].config if "prefill" in pools else pools["config"]
+    if artifacts and ("prefill" in pools or pools["workers"] * pools["dp_size"] != 1):
+        shape = "two pools" if "prefill" in pools else f"{pools['workers']} workers of {pools['dp_size']} ranks"
+        raise ConfigError("spec.topology", f"artifacts need one worker of one rank, got {shape}")
     concurrency, speedup = spec.get("max_in_flight"), 1.0
     traffic = payload.get("traffic")
     if traffic is not None:
@@ -98,15 +100,14 @@ def _replay(text: str, *, artifacts: bool) -> dict[str, Any]:
     detail = artifacts or bool(spec.get("record_per_request"))
     run = Run(
         workload,
-        config,
-        workers=workers,
-        dp_size=dp_size,
+        **pools,
         concurrency=concurrency,
         speedup=speedup,
         max_sim_time_ms=spec.get("max_sim_time_ms"),
         tokenization=payload.get("tokenization"),
         capture_outputs=artifacts,
         capture_admissions=detail,
+        capture_routing=detail and "prefill" in pools,
         capture_kv_events=artifacts,
     )
     run.execute()
@@ -140,28 +141,55 @@ def _known(value: Mapping[str, Any], keys: set[str], at: str) -> None:
         raise ConfigError(at + sorted(unknown)[0], "unknown field")
 
 
-def _workers(spec: Mapping[str, Any]) -> int:
+def _pools(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a run that say which engines there are."""
     topology = _mapping(spec.get("topology", {"kind": "aggregated"}), "spec.topology")
-    if topology.get("kind") != "aggregated":
-        raise ConfigError("spec.topology.kind", f"must be 'aggregated' in this version, got {topology.get('kind')!r}")
-    workers: int = _mapping(topology.get("workers", {}), "spec.topology.workers").get("initial_workers", 1)
-    return workers
-
-
-def _engine(spec: Mapping[str, Any]) -> tuple[EngineConfig, int]:
-    """Configuration of a rank, and ranks per worker."""
     engine = _mapping(spec.get("engine", {}), "spec.engine")
-    _known(engine, {"dp_size", "rank", "kv_eviction_policy"}, "spec.engine.")
-    if engine.get("kv_eviction_policy", "lru") != "lru":
-        raise ConfigError("spec.engine.kv_eviction_policy", f"must be 'lru', got {engine['kv_eviction_policy']!r}")
-    values = dict(_mapping(engine.get("rank", {}), "spec.engine.rank"))
+    kind = topology.get("kind")
+    if kind == "aggregated":
+        _known(topology, {"kind", "workers"}, "spec.topology.")
+        pool = _pool(topology.get("workers", {}), engine, "spec.topology.workers", "spec.engine")
+        return {name: getattr(pool, name) for name in ("config", "workers", "dp_size", "startup_ms")}
+    if kind != "disaggregated":
+        raise ConfigError("spec.topology.kind", f"must be one of 'aggregated', 'disaggregated', got {kind!r}")
+    _known(topology, {"kind", "prefill", "decode", "handoff_latency_ms"}, "spec.topology.")
+    _known(engine, {"prefill", "decode", "kv_eviction_policy"}, "spec.engine.")
+    _lru(engine, "spec.engine")
+    pools: dict[str, Any] = {
+        role: _pool(
+            topology.get(role, {}),
+            _mapping(engine.get(role, {}), f"spec.engine.{role}"),
+            f"spec.topology.{role}",
+            f"spec.engine.{role}",
+        )
+        for role in ("prefill", "decode")
+    }
+    pools["handoff_latency_ms"] = topology.get("handoff_latency_ms", 0.0)
+    return pools
+
+
+def _pool(workers: Any, engine: Mapping[str, Any], of_workers: str, of_engine: str) -> PoolSpec:
+    """Workers of one role and their engines."""
+    _known(_mapping(workers, of_workers), {"initial_workers", "startup_delay_ms"}, f"{of_workers}.")
+    _known(engine, {"dp_size", "rank", "kv_eviction_policy"}, f"{of_engine}.")
+    _lru(engine, of_engine)
+    values = dict(_mapping(engine.get("rank", {}), f"{of_engine}.rank"))
     for name, off in _OFF.items():
         if name in values:
             if values[name] != off:
-                raise ConfigError(f"spec.engine.rank.{name}", f"is not simulated by this version, got {values[name]!r}")
+                raise ConfigError(f"{of_engine}.rank.{name}", f"is not simulated by this version, got {values[name]!r}")
             del values[name]
-    # The role of a worker is the topology's to say (spec/replay.md section 1).
-    return parse_config(values).replace(worker_type="aggregated"), engine.get("dp_size", 1)
+    return PoolSpec(
+        parse_config(values),
+        workers.get("initial_workers", 1),
+        engine.get("dp_size", 1),
+        workers.get("startup_delay_ms", 0.0),
+    )
+
+
+def _lru(engine: Mapping[str, Any], at: str) -> None:
+    if engine.get("kv_eviction_policy", "lru") != "lru":
+        raise ConfigError(f"{at}.kv_eviction_policy", f"must be 'lru', got {engine['kv_eviction_policy']!r}")
 
 
 def _sla(value: Any) -> Sla | None:

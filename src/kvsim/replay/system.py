@@ -382,14 +382,11 @@ class System:
                         handoff = heapq.heappop(self._transfers)[2]
                         self._follow(handoff, handoff.coordinator.fact(Fact.TRANSFER_COMPLETED))
                     self._act(now)
-                else:
-                    self._release_arrivals(now)
+                # In a disaggregated run what arrives now acts last of all: the passes of this instant do not contain it.
+                self._release_arrivals(now)
                 self._leave_waiting_room(now)
             starting = False
             changed = self._start_passes(now)
-            if self._disaggregated:
-                # Seen after the passes have started (recorded runs): they begin without what arrives now.
-                self._release_arrivals(now)
             for pool in self.pools:
                 self._remove_drained(pool, now)
             if ticks:
