@@ -6,19 +6,15 @@ contract), `n` of the newest engine.
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
 import pickle
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvsim import layout
-from kvsim.config import EngineConfig, FixedTiming, NativeHostOffload
+from kvsim.config import EngineConfig, FixedTiming, NativeHostOffload, parse_config
 from kvsim.contract import (
     Applied,
     CancelRequest,
@@ -39,6 +35,7 @@ from kvsim.errors import CommandError, ConfigError
 from kvsim.layout import OffloadEventKind as Kind
 from kvsim.offload import HostOffloadRecorder
 from kvsim.rank import SchedulerRank
+from model import recording
 from offload_driver import LOAD_ENDS, Driver
 
 BUSY, OTHER, LOADING, HANDOFF = 93005, 93006, 93004, 93003
@@ -219,11 +216,10 @@ def test_a_cancelled_load_leaves_the_lane_as_long_as_it_was() -> None:
     assert driver.seen(Kind.LOAD_QUEUED, request=7)[0][1].completes_at_ms == due + 1.0
 
 
-@pytest.mark.parametrize("host", [4])
-def test_n10_without_budget_nobody_looks_at_the_host(host: int) -> None:
+def test_n10_without_budget_nobody_looks_at_the_host() -> None:
     """The chunk that takes the whole budget evicts A, which a lookup in between would have made recent."""
     driver = Driver(
-        config(64, host, d2h_bandwidth_gbps=0.0, h2d_bandwidth_gbps=0.0, max_num_batched_tokens=4)
+        config(64, 4, d2h_bandwidth_gbps=0.0, h2d_bandwidth_gbps=0.0, max_num_batched_tokens=4)
     )
     x_a = list(range(1, 9))
     driver.submit(1, x_a)
@@ -280,7 +276,7 @@ def test_completed_prompt_blocks_are_stored_chunk_by_chunk_and_outputs_never() -
 
 def test_a_store_names_only_what_the_host_lacks() -> None:
     """The event of a store is one per run of neighbours; each run names the block before it."""
-    driver = Driver(config(16, 8))
+    driver = Driver(config(16, 8, max_num_batched_tokens=64))
     driver.whole(1, range(16))
     driver.settle()
     first = driver.seen(Kind.STORE_PREPARED)[0][1].block_hashes
@@ -312,7 +308,7 @@ def test_a_cohort_that_can_never_fit_says_so_and_the_request_goes_on() -> None:
     driver.submit(1, range(12), out=2)
     driver.run()
     retries = driver.seen(Kind.CAPACITY_RETRY)
-    assert [event.at_ms for _, event in retries] == [0.0, 20.0]
+    assert [event.at_ms for _, event in retries] == [0.0, 10.0]
     assert all(event.structurally_unfittable and len(event.block_hashes) == 3 for _, event in retries)
     assert driver.seen(Kind.STORE_PREPARED) == [] and driver.rank.is_drained()
     assert [output.completed for _, output in driver.outputs] == [False, True]
@@ -323,24 +319,27 @@ def test_a_cohort_waits_for_room_that_a_store_under_way_takes() -> None:
     driver.submit(1, range(8), out=4)
     driver.submit(2, range(100, 108), out=4)
     driver.run()
-    [(_, retry)] = driver.seen(Kind.CAPACITY_RETRY)
-    assert retry.at_ms == 0.0 and retry.structurally_unfittable is False
+    # The store of the first request ends at 12, inside the second pass: it shows at 20.
+    retries = driver.seen(Kind.CAPACITY_RETRY)
+    assert [(n, event.at_ms, event.structurally_unfittable) for n, event in retries] == [(2, 0.0, False), (2, 10.0, False)]
     stores = driver.seen(Kind.STORE_PREPARED)
-    assert [(request, event.at_ms) for request, event in stores] == [(1, 0.0), (2, 20.0)] or [
-        (request, event.at_ms) for request, event in stores
-    ] == [(1, 0.0), (2, 30.0)]
+    assert [(request, event.at_ms) for request, event in stores] == [(1, 0.0), (2, 20.0)]
+    assert len(driver.seen(Kind.EVICTED)) == 1
 
 
 def test_writing_over_blocks_that_are_still_read_waits_for_the_store() -> None:
     """The pass computes when the store has read the blocks: it ends later by that time."""
-    driver = Driver(config(2, 8, d2h_bandwidth_gbps=0.1))
-    driver.whole(1, range(8))
-    assert driver.rank.next_internal_deadline_ms() == 30.0
-    driver.submit(2, range(100, 108))
-    assert driver.execute().end_ms == 40.0
+    driver = Driver(config(3, 8, d2h_bandwidth_gbps=0.1))
+    driver.whole(1, range(12))
+    assert driver.rank.next_internal_deadline_ms() == 40.0
+    driver.submit(2, range(100, 108), out=2)
+    assert driver.execute().end_ms == 50.0
     assert driver.running() == [2]
-    # The blocks are source of a store under way: they are stored when the next pass sees them.
+    # They are the source of a store under way and may not be read for another one yet.
     assert driver.seen(Kind.STORE_PREPARED, request=2) == []
+    driver.complete()
+    driver.execute()
+    assert [event.at_ms for _, event in driver.seen(Kind.STORE_PREPARED, request=2)] == [50.0]
 
 
 def test_preemption_waits_for_the_newest_store_of_the_victim() -> None:
@@ -415,7 +414,7 @@ def test_a_request_whose_blocks_another_one_loads_sleeps_until_they_are_there() 
     driver.submit(11, [*range(8), 60], out=1)
     driver.submit(12, range(300, 304), out=1)
     driver.execute()
-    assert driver.connector() == [10, 11] and driver.running() == [12]
+    assert driver.connector() == [10, 11] and driver.admissions[-1][1].request_id == 12
     assert driver.rank.metrics().waiting_requests == 2
     driver.complete()
     driver.run()
@@ -605,7 +604,7 @@ def test_a_rank_without_a_host_tier_has_no_deadline_and_empty_tables() -> None:
 
 # ---------------------------------------------------------------- recorded runs
 
-RECORDED = Path("/work/shared/conformance/aisimulate")
+
 
 
 def as_recorded(number: int, event: Any) -> dict[str, Any]:
@@ -646,10 +645,10 @@ def kv_as_recorded(time: float, event: KvEvent) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["vllm_host_offload", "vllm_host_offload_small_host"])
 def test_one_rank_does_what_was_recorded(name: str) -> None:
-    case = json.loads(gzip.decompress((RECORDED / f"{name}.json.gz").read_bytes()))
+    case = recording.load(recording.FOLDER / f"{name}.json.gz")
     payload, expected = case["input"]["payload"]["spec"], case["expected"]
     fields = payload["engine"]["rank"] | {"emit_kv_events": True}
-    driver = Driver(parse(fields))
+    driver = Driver(parse_config(fields))
     driver.replay(payload["requests"])
     artifacts = expected["artifacts"]
     for want in artifacts["kv_events"]:
@@ -659,22 +658,13 @@ def test_one_rank_does_what_was_recorded(name: str) -> None:
     admissions: list[tuple[Any, ...]] = []
     for request in expected["report"]["per_request"]:
         admissions += [
-            (row["at_ms"], row["reused_input_tokens"], row.get("g1_reused_input_tokens"))
+            (round(row["at_ms"], 6), row["reused_input_tokens"], row.get("g1_reused_input_tokens"))
             for row in request["admission_history"]
         ]
     mine = [
-        (time, a.reused_input_tokens, a.cache_tier_attribution and a.cache_tier_attribution[0])
+        (round(time, 6), a.reused_input_tokens, a.cache_tier_attribution and a.cache_tier_attribution[0])
         for time, a in driver.admissions
     ]
-    assert sorted(mine, key=str) == pytest.approx(sorted(admissions, key=str))
+    assert sorted(mine, key=str) == sorted(admissions, key=str)
     assert driver.rank.is_drained()
 
-
-def parse(fields: dict[str, Any]) -> EngineConfig:
-    from kvsim.config import parse_config
-
-    return parse_config(fields)
-
-
-def tokens_of(driver: Driver) -> Sequence[float]:
-    return [time for time, output in driver.outputs if output.token_id is not None]
