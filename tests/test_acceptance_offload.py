@@ -72,7 +72,8 @@ def loading() -> tuple[Driver, float]:
     assert driver.do(SubmitHandoffPrefill(HANDOFF, Request(LOADING, PROMPT, 0))).result == Submitted(LOADING)
     driver.execute()
     assert driver.complete().outputs == ()
-    assert driver.now == 23.0 and not driver.admissions[2:]
+    assert driver.now == 23.0
+    assert not driver.admissions[2:]
     due = driver.rank.next_internal_deadline_ms()
     assert due == 24.0
     [(_, queued)] = driver.seen(Kind.LOAD_QUEUED)
@@ -95,11 +96,13 @@ def test_r4_a_load_that_ends_inside_a_pass_shows_at_its_end_with_its_own_time() 
     driver, due = loading()
     assert busy(driver, due) == 33.5
     effects = driver.submit(OTHER, range(31, 35), at=due + 0.5)
-    assert effects.result == Submitted(OTHER) and effects.kv_events == ()
+    assert effects.result == Submitted(OTHER)
+    assert effects.kv_events == ()
     assert driver.seen(*LOAD_ENDS) == []
     before = driver.rank.digest()
     assert driver.rank.process_internal_work(due + 0.5, True) == InternalEffects()
-    assert driver.rank.digest() == before and driver.seen(*LOAD_ENDS) == []
+    assert driver.rank.digest() == before
+    assert driver.seen(*LOAD_ENDS) == []
     driver.complete()
     [(request, completed)] = driver.seen(*LOAD_ENDS)
     assert (request, completed.kind, completed.at_ms) == (LOADING, Kind.LOAD_COMPLETED, due)
@@ -112,7 +115,8 @@ def test_r5_a_refused_submit_changes_nothing() -> None:
     with pytest.raises(CommandError, match="already active"):
         driver.submit(LOADING, range(41, 45), at=due + 1.0)
     assert (driver.rank.metrics(), driver.rank.next_internal_deadline_ms(), len(driver.recorder.records)) == before
-    assert driver.rank.digest() == digest and len(driver.rank._drain_events()) == 0
+    assert driver.rank.digest() == digest
+    assert len(driver.rank._drain_events()) == 0
 
 
 def test_r6_several_loads_start_in_one_pass() -> None:
@@ -151,16 +155,19 @@ def test_r7_a_load_cancelled_inside_a_pass_ends_when_the_command_comes(command: 
     driver.complete()
     driver.run()
     assert len(driver.seen(*LOAD_ENDS)) == 1
-    assert driver.rank.is_drained() and driver.rank.metrics().active_blocks == 0
+    assert driver.rank.is_drained()
+    assert driver.rank.metrics().active_blocks == 0
 
 
 def test_r8_a_load_cancelled_while_idle() -> None:
     driver, due = loading()
     effects = driver.do(CancelSource(HANDOFF), at=due - 0.25)
-    assert effects.result == Applied() and effects.retired_requests == (LOADING,)
+    assert effects.result == Applied()
+    assert effects.retired_requests == (LOADING,)
     [(_, event)] = driver.seen(*LOAD_ENDS)
     assert (event.kind, event.at_ms) == (Kind.LOAD_CANCELLED, due - 0.25)
-    assert driver.rank.next_internal_deadline_ms() is None and driver.rank.is_drained()
+    assert driver.rank.next_internal_deadline_ms() is None
+    assert driver.rank.is_drained()
     assert driver.do(CancelSource(HANDOFF), at=due).result == Noop()
 
 
@@ -218,9 +225,7 @@ def test_a_cancelled_load_leaves_the_lane_as_long_as_it_was() -> None:
 
 def test_n10_without_budget_nobody_looks_at_the_host() -> None:
     """The chunk that takes the whole budget evicts A, which a lookup in between would have made recent."""
-    driver = Driver(
-        config(64, 4, d2h_bandwidth_gbps=0.0, h2d_bandwidth_gbps=0.0, max_num_batched_tokens=4)
-    )
+    driver = Driver(config(64, 4, d2h_bandwidth_gbps=0.0, h2d_bandwidth_gbps=0.0, max_num_batched_tokens=4))
     x_a = list(range(1, 9))
     driver.submit(1, x_a)
     driver.run()
@@ -248,7 +253,8 @@ def test_cohorts_of_equal_age_are_evicted_by_hash() -> None:
     driver.whole(2, range(100, 112))
     evicted = [event.block_hashes[0] for _, event in driver.seen(Kind.EVICTED)]
     [(_, prepared), _] = driver.seen(Kind.STORE_PREPARED)
-    assert len(evicted) == 3 and evicted == sorted(prepared.block_hashes)[:3]
+    assert len(evicted) == 3
+    assert evicted == sorted(prepared.block_hashes)[:3]
 
 
 # ---------------------------------------------------------------- stores
@@ -292,7 +298,8 @@ def test_a_store_names_only_what_the_host_lacks() -> None:
     driver.settle()
     lost = [event.block_hashes for _, event in driver.seen(Kind.STORE_PREPARED, request=4)]
     here = {event.block_hashes[0] for _, event in driver.seen(Kind.EVICTED)} & set(first)
-    assert len(lost) == 1 and set(lost[0]) <= here
+    assert len(lost) == 1
+    assert set(lost[0]) <= here
     runs = [event.data for _, event in driver.kv[kv:] if event.storage_tier == "host_pinned"]
     stored = [data for data in runs if isinstance(data, Stored)]
     assert sum(len(data.blocks) for data in stored) == len(lost[0])
@@ -310,7 +317,8 @@ def test_a_cohort_that_can_never_fit_says_so_and_the_request_goes_on() -> None:
     retries = driver.seen(Kind.CAPACITY_RETRY)
     assert [event.at_ms for _, event in retries] == [0.0, 10.0]
     assert all(event.structurally_unfittable and len(event.block_hashes) == 3 for _, event in retries)
-    assert driver.seen(Kind.STORE_PREPARED) == [] and driver.rank.is_drained()
+    assert driver.seen(Kind.STORE_PREPARED) == []
+    assert driver.rank.is_drained()
     assert [output.completed for _, output in driver.outputs] == [False, True]
 
 
@@ -321,7 +329,10 @@ def test_a_cohort_waits_for_room_that_a_store_under_way_takes() -> None:
     driver.run()
     # The store of the first request ends at 12, inside the second pass: it shows at 20.
     retries = driver.seen(Kind.CAPACITY_RETRY)
-    assert [(n, event.at_ms, event.structurally_unfittable) for n, event in retries] == [(2, 0.0, False), (2, 10.0, False)]
+    assert [(n, event.at_ms, event.structurally_unfittable) for n, event in retries] == [
+        (2, 0.0, False),
+        (2, 10.0, False),
+    ]
     stores = driver.seen(Kind.STORE_PREPARED)
     assert [(request, event.at_ms) for request, event in stores] == [(1, 0.0), (2, 20.0)]
     assert len(driver.seen(Kind.EVICTED)) == 1
@@ -349,13 +360,15 @@ def test_preemption_waits_for_the_newest_store_of_the_victim() -> None:
     driver.execute()
     driver.complete()
     # Stores of two blocks each are under way until 40 and 60; the second request is preempted at 20.
-    assert driver.now == 10.0 and driver.rank.next_internal_deadline_ms() == 30.0
+    assert driver.now == 10.0
+    assert driver.rank.next_internal_deadline_ms() == 30.0
     flight = driver.execute()
     assert [event.request_id for event in flight.start_effects.pressure_events] == [2]
     assert flight.end_ms == 60.0
     driver.complete()
     driver.run()
-    assert driver.rank.is_drained() and len([1 for _, output in driver.outputs if output.completed]) == 2
+    assert driver.rank.is_drained()
+    assert len([1 for _, output in driver.outputs if output.completed]) == 2
 
 
 # ---------------------------------------------------------------- loads
@@ -397,7 +410,8 @@ def test_a_prompt_partly_on_the_device_loads_the_rest() -> None:
     driver.submit(3, [*range(12), 7, 7, 7], out=1)
     driver.run()
     [(_, queued)] = driver.seen(Kind.LOAD_QUEUED)
-    assert queued.at_ms == at and len(queued.block_hashes) == 2
+    assert queued.at_ms == at
+    assert len(queued.block_hashes) == 2
     assert driver.admissions[-1][1].cache_tier_attribution == (4, 8)
 
 
@@ -414,7 +428,8 @@ def test_a_request_whose_blocks_another_one_loads_sleeps_until_they_are_there() 
     driver.submit(11, [*range(8), 60], out=1)
     driver.submit(12, range(300, 304), out=1)
     driver.execute()
-    assert driver.connector() == [10, 11] and driver.admissions[-1][1].request_id == 12
+    assert driver.connector() == [10, 11]
+    assert driver.admissions[-1][1].request_id == 12
     assert driver.rank.metrics().waiting_requests == 2
     driver.complete()
     driver.run()
@@ -429,7 +444,9 @@ def test_a_request_whose_blocks_another_one_loads_sleeps_until_they_are_there() 
 def test_who_only_waits_for_a_transfer_makes_no_rank_ready() -> None:
     driver, _ = loading()
     assert driver.connector() == [LOADING]
-    assert not driver.rank.is_ready() and not driver.rank.is_drained() and not driver.rank.is_empty()
+    assert not driver.rank.is_ready()
+    assert not driver.rank.is_drained()
+    assert not driver.rank.is_empty()
     assert not driver.rank.waiting_for_external_command()
     driver.settle()
     assert driver.rank.is_ready()
@@ -441,11 +458,13 @@ def test_who_sleeps_for_a_load_wakes_when_it_is_cancelled() -> None:
     driver.submit(11, [*range(8), 60], out=1)
     driver.execute()
     driver.complete()
-    assert driver.connector() == [10, 11] and not driver.rank.is_ready()
+    assert driver.connector() == [10, 11]
+    assert not driver.rank.is_ready()
     driver.do(CancelRequest(10))
     assert driver.rank.is_ready()
     driver.run()
-    assert driver.admissions[-1][1].request_id == 11 and driver.rank.is_drained()
+    assert driver.admissions[-1][1].request_id == 11
+    assert driver.rank.is_drained()
     assert [(number, event.kind) for number, event in driver.seen(*LOAD_ENDS)] == [
         (10, Kind.LOAD_CANCELLED),
         (11, Kind.LOAD_COMPLETED),
@@ -485,9 +504,11 @@ def test_stores_of_a_cancelled_request_run_to_their_end() -> None:
     driver.do(CancelRequest(1), at=5.0)
     assert driver.seen(Kind.STORE_SUBMITTED) == []
     driver.complete()
-    assert driver.rank.is_empty() and not driver.rank.is_drained()
+    assert driver.rank.is_empty()
+    assert not driver.rank.is_drained()
     driver.settle()
-    assert len(driver.seen(Kind.STORE_COMPLETED)) == 1 and driver.rank.is_drained()
+    assert len(driver.seen(Kind.STORE_COMPLETED)) == 1
+    assert driver.rank.is_drained()
 
 
 def test_transfers_without_duration_end_at_the_boundary_that_starts_them() -> None:
@@ -499,7 +520,9 @@ def test_transfers_without_duration_end_at_the_boundary_that_starts_them() -> No
     driver.execute()
     assert driver.connector() == [10]
     driver.complete()
-    assert driver.now == at and driver.rank.is_ready() and driver.rank.next_internal_deadline_ms() is None
+    assert driver.now == at
+    assert driver.rank.is_ready()
+    assert driver.rank.next_internal_deadline_ms() is None
     driver.run()
     assert driver.admissions[-1] == (at, driver.admissions[-1][1])
     assert driver.admissions[-1][1].cache_tier_attribution == (0, 8)
@@ -509,7 +532,8 @@ def test_commands_settle_nothing_however_late_they_come() -> None:
     driver, due = loading()
     before = driver.rank.next_internal_deadline_ms()
     driver.submit(OTHER, range(31, 35), at=due + 5.0)
-    assert driver.rank.next_internal_deadline_ms() == before and driver.seen(*LOAD_ENDS) == []
+    assert driver.rank.next_internal_deadline_ms() == before
+    assert driver.seen(*LOAD_ENDS) == []
     digest = driver.rank.digest()
     with pytest.raises(CommandError, match="process_internal_work first"):
         driver.rank.execute_pass(due + 5.0)
@@ -578,7 +602,8 @@ def test_an_observer_that_raises_is_warned_about_and_changes_nothing() -> None:
 def test_a_recorder_gives_its_events_as_tables() -> None:
     driver, _ = loading()
     events, blocks = driver.recorder.arrays()
-    assert events.dtype == layout.OFFLOAD_EVENT and blocks.dtype == layout.OFFLOAD_BLOCK
+    assert events.dtype == layout.OFFLOAD_EVENT
+    assert blocks.dtype == layout.OFFLOAD_BLOCK
     assert len(events) == len(driver.recorder.records)
     assert np.isnan(events["completes_at_ms"][events["kind"] == Kind.STORE_PREPARED]).all()
     assert (events["completes_at_ms"][events["kind"] == Kind.LOAD_QUEUED] == 24.0).all()
@@ -603,8 +628,6 @@ def test_a_rank_without_a_host_tier_has_no_deadline_and_empty_tables() -> None:
 
 
 # ---------------------------------------------------------------- recorded runs
-
-
 
 
 def as_recorded(number: int, event: Any) -> dict[str, Any]:
@@ -667,4 +690,3 @@ def test_one_rank_does_what_was_recorded(name: str) -> None:
     ]
     assert sorted(mine, key=str) == sorted(admissions, key=str)
     assert driver.rank.is_drained()
-

@@ -399,11 +399,15 @@ cdef void store_request(rank_t* r, int32_t slot, double now_ms) noexcept nogil:
     cdef int32_t entry
     cdef int32_t after
     cdef bint opened = False
+    cdef bint fits
     if end > whole:
         end = whole
     if end <= first:
         return
-    h.cohort += 1
+    fits = end - first <= r.config.host_blocks
+    if not fits and not r.want_offload:
+        return
+    h.cohort += fits
     for i in range(first, end):
         if i + 8 < end:
             entry_prefetch(r, hashes[i + 8])
@@ -414,17 +418,18 @@ cdef void store_request(rank_t* r, int32_t slot, double now_ms) noexcept nogil:
                 return
             missing += 1
             continue
-        r.host_entries[entry].cohort = h.cohort
+        if fits:
+            r.host_entries[entry].cohort = h.cohort
         if r.host_entries[entry].transfer == NO_SLOT and r.host_entries[entry].pins == 0:
             held_back += 1
     if missing == 0:
         stored_up_to(r, slot, end)
         return
     victims = missing - (r.config.host_blocks - h.num_entries)
-    if victims > h.num_evictable - held_back:
+    if not fits or victims > h.num_evictable - held_back:
         if r.want_offload:
             observe(r, CAPACITY_RETRY, now_ms, q.id_hi, q.id_lo, -1)
-            r.offload_events[r.host.num_events - 1].flags = UNFITTABLE if end - first > r.config.host_blocks else 0
+            r.offload_events[r.host.num_events - 1].flags = 0 if fits else UNFITTABLE
             for i in range(first, end):
                 if host_find(r, hashes[i]) == NO_SLOT:
                     observe_block(r, hashes[i], i)

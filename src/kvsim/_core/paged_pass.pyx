@@ -25,10 +25,10 @@ from kvsim._core.rng cimport rng_accept
 from kvsim._core.signals cimport count_pass, emit_token, pass_open, pressure, rejected_last, signal
 from kvsim._core.timing cimport timing_decode, timing_prefill
 from kvsim._core.types cimport (
-    ASK_VICTIM, BUDGET_TOO_SMALL, BY_SCORE, COMPLETED, CONNECTOR, CROWDED, DECODE, MATERIALISED, MODEL_LENGTH, NEWEST, NOT_ADMITTED,
-    NO_REASON, NO_SLOT, OUTGREW_POOL, OUTGROWN, PASS_FAILED, PASS_OK, POOL_TOO_SMALL, PREEMPTED, PREFILL, REJECTED,
-    RUNNING, SCORED, SIGNALLED, TO_COMPLETION, WAITING, admission_t, config_t, content_t, header_t, likely, pass_t,
-    prefetch, pressure_t, rank_t, request_t, unlikely,
+    ASK_VICTIM, BUDGET_TOO_SMALL, BY_SCORE, COMPLETED, CONNECTOR, CROWDED, DECODE, MATERIALISED, MODEL_LENGTH,
+    NEWEST, NOT_ADMITTED, NO_REASON, NO_SLOT, OUTGREW_POOL, OUTGROWN, PASS_FAILED, PASS_OK, POOL_TOO_SMALL,
+    PREEMPTED, PREFILL, REJECTED, RUNNING, SCORED, SIGNALLED, TO_COMPLETION, WAITING, admission_t, config_t,
+    content_t, header_t, likely, pass_t, prefetch, pressure_t, rank_t, request_t, unlikely,
 )
 
 cdef enum verdict:  # of scheduling one request
@@ -300,7 +300,9 @@ cdef void adjusted_cost(const rank_t* r, int32_t slot, int64_t* cached, int64_t*
     recompute(r, slot, cached, active)
 
 
-cdef int host_cost(rank_t* r, int32_t slot, int64_t* cached, int64_t* active, int64_t* base, int64_t* load) noexcept nogil:
+cdef int host_cost(
+    rank_t* r, int32_t slot, int64_t* cached, int64_t* active, int64_t* base, int64_t* load
+) noexcept nogil:
     """As `adjusted_cost`, with a look into the host: `load` of its blocks follow the `base` on the device.
 
     What a load has brought is used as it was reserved, whatever became findable meanwhile.
@@ -330,9 +332,8 @@ cdef int schedule(rank_t* r, int32_t slot, bint from_waiting, int64_t cached_blo
     cdef int64_t after
     cdef int64_t index
     cdef int64_t room
-    cdef int64_t owned = q.n_blocks
-    # What a load has brought is owned already.
-    cdef int64_t found = cached_blocks if q.computed == 0 and owned == 0 else 0
+    cdef int64_t owned
+    cdef int64_t found
     cdef bint himself
     if not c.chunked and q.num_input - prompt_before > p.budget:
         return BLOCKED
@@ -340,6 +341,9 @@ cdef int schedule(rank_t* r, int32_t slot, bint from_waiting, int64_t cached_blo
         return BLOCKED
     after = before + want
     if after > q.capacity or after > q.allocated:
+        owned = q.n_blocks
+        # What a load has brought is owned already.
+        found = cached_blocks if q.computed == 0 and owned == 0 else 0
         while not lease_grow(r, slot, after, found):
             index = pick_victim(r, slot)
             if index == -2:

@@ -654,9 +654,9 @@ cdef class RankState:
         h.num_event_blocks = 0
         return events, blocks
 
-    def host_find(self, uint64_t hash):
+    def host_find(self, uint64_t block_hash):
         """Row of a block in `host_entries`, -1 if it is not in the host."""
-        return host_find(&self.r, hash)
+        return host_find(&self.r, block_hash)
 
     def reorder(self, slots):
         """Put the waiting requests in the order of `slots`, which must name each of them once."""

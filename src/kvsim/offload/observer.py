@@ -20,9 +20,7 @@ _MASK64 = (1 << 64) - 1
 _UNFITTABLE = 1
 
 
-def offload_events(
-    events: npt.NDArray[Any], blocks: npt.NDArray[Any]
-) -> Iterator[tuple[int, HostOffloadEvent]]:
+def offload_events(events: npt.NDArray[Any], blocks: npt.NDArray[Any]) -> Iterator[tuple[int, HostOffloadEvent]]:
     """(request id, event) of each row.
 
     Parameters
