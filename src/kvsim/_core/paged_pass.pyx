@@ -41,6 +41,7 @@ cdef enum answer:  # of a policy's admission hook
     WAIT = 0
     ADMIT = 1
     REJECT = 2
+    SLEEP = 3   # with a host tier: the request waits for a transfer
 
 
 # ---------------------------------------------------------------- entering and leaving
@@ -300,25 +301,6 @@ cdef void adjusted_cost(const rank_t* r, int32_t slot, int64_t* cached, int64_t*
     recompute(r, slot, cached, active)
 
 
-cdef int host_cost(
-    rank_t* r, int32_t slot, int64_t* cached, int64_t* active, int64_t* base, int64_t* load
-) noexcept nogil:
-    """As `adjusted_cost`, with a look into the host: `load` of its blocks follow the `base` on the device.
-
-    What a load has brought is used as it was reserved, whatever became findable meanwhile.
-    """
-    cdef int result
-    if r.requests[slot].n_blocks > 0:
-        cached[0] = r.requests[slot].n_blocks
-        active[0] = cached[0]
-    else:
-        prefix_cost(r, slot, cached, active)
-    base[0] = cached[0]
-    result = host_lookup(r, slot, base[0], load)
-    recompute(r, slot, cached, active)
-    return result
-
-
 cdef int schedule(rank_t* r, int32_t slot, bint from_waiting, int64_t cached_blocks) noexcept nogil:
     """Spec/vllm.md section 6: tokens of this pass, blocks for them, what becomes findable."""
     cdef request_t* q = &r.requests[slot]
@@ -497,6 +479,38 @@ cdef int gate(rank_t* r, int32_t slot, int64_t active_hits, int64_t* needed) noe
     return ADMIT
 
 
+cdef int host_gate(rank_t* r, int32_t slot, int64_t* cached, int64_t* needed) noexcept nogil:
+    """As `gate`, after a look into the host: what can be loaded from there is, before the request may enter.
+
+    A policy is asked when it enters. What a load has brought is used as it was
+    reserved, whatever became findable meanwhile.
+    """
+    cdef const request_t* q = &r.requests[slot]
+    cdef int64_t active
+    cdef int64_t base
+    cdef int64_t load
+    cdef int decision
+    if q.n_blocks > 0:
+        cached[0] = q.n_blocks
+        active = q.n_blocks
+    else:
+        prefix_cost(r, slot, cached, &active)
+    base = cached[0]
+    if host_lookup(r, slot, base, &load) == LOOKUP_DEFERRED:
+        host_sleep(r, slot)
+        return SLEEP
+    recompute(r, slot, cached, &active)
+    if active < q.n_blocks:
+        active = q.n_blocks
+    if load == 0:
+        return gate(r, slot, active, needed)
+    # A load may not take what prefills under way and other loads still need.
+    decision = gate(r, slot, active - host_headroom(r), needed)
+    if decision == ADMIT:
+        decision = SLEEP if host_load(r, slot, base, load) else WAIT
+    return decision
+
+
 cdef int schedule_waiting(rank_t* r) noexcept nogil:
     """Admissions in queue order; a blocked head blocks all behind it (spec/vllm.md section 4.3).
 
@@ -510,8 +524,6 @@ cdef int schedule_waiting(rank_t* r) noexcept nogil:
     cdef int64_t cached
     cdef int64_t active
     cdef int64_t needed
-    cdef int64_t base
-    cdef int64_t load = 0
     cdef int32_t slot
     cdef int decision
     cdef int result
@@ -532,17 +544,13 @@ cdef int schedule_waiting(rank_t* r) noexcept nogil:
                 reject(r, slot, MODEL_LENGTH, r.requests[slot].num_input)
                 continue
             if unlikely(c.host):
-                if host_cost(r, slot, &cached, &active, &base, &load) == LOOKUP_DEFERRED:
-                    host_sleep(r, slot)
+                decision = host_gate(r, slot, &cached, &needed)
+                h = r.header
+                if decision == SLEEP:
                     continue
-                if active < r.requests[slot].n_blocks:
-                    active = r.requests[slot].n_blocks
-                if load > 0:
-                    # Loads may not take what prefills under way and other loads still need.
-                    active -= host_headroom(r)
             else:
                 adjusted_cost(r, slot, &cached, &active)
-            decision = gate(r, slot, active, &needed)
+                decision = gate(r, slot, active, &needed)
             # What can never run is not the policy's to decide: it would come and go for ever.
             if (c.ask_admission and decision != REJECT and needed <= c.num_blocks
                     and not r.requests[slot].flags & OUTGROWN):
@@ -554,13 +562,6 @@ cdef int schedule_waiting(rank_t* r) noexcept nogil:
                 continue
             if decision == WAIT:
                 break
-            if unlikely(load > 0):
-                if not host_load(r, slot, base, load):
-                    break
-                load = 0
-                h = r.header
-                c = r.config
-                continue
         result = schedule(r, slot, True, cached)
         h = r.header
         c = r.config

@@ -1007,6 +1007,8 @@ def _copy_rows(source, source_offsets, target, target_offsets, used):
     for name, dtype in _SECTIONS.items():
         # The sentinel of the inactive list is the row after the last block.
         count = (used[name] + (name == "blocks")) * dtype.itemsize
+        if not count:
+            continue
         start, where = source_offsets[name][0], target_offsets[name][0]
         target[where:where + count] = source[start:start + count]
 
