@@ -351,12 +351,14 @@ def test_a_request_is_busy_only_above_the_threshold():
 
 
 def test_nobody_overtakes_a_backlog():
-    made = router(workers=[0, 1], budget=64, router_queue_threshold=0.5)
-    assert [made.place(request(row, 64), 0.0) is None for row in range(3)] == [False, False, True]
-    # Both ranks end a request within one instant: the first end releases row 2, the second finds nobody.
-    assert [one.row for one, _ in made.request_terminal(0, 5.0)] == [2]
-    assert made.place(request(3, 4), 5.0) is None
-    assert [one.row for one, _ in made.request_terminal(1, 5.0)] == [3]
+    # A load that decays lets a rank be idle before the event at which the queue is looked at.
+    made = router(workers=[0], budget=64, router_queue_threshold=0.5, router_prefill_load_model=PrefillTime(1.0))
+    assert made.place(request(0, 64), 0.0) is not None
+    assert made.place(request(1, 64), 0.0) is None
+    assert made.active_prefill_tokens(0, 0, 40.0) == 24
+    assert made.place(request(2, 4), 40.0) is None
+    assert [one.row for one, _ in made.prefill_completed(0, 41.0)] == [1]
+    assert [one.row for one, _ in made.request_terminal(0, 80.0)] == [2]
 
 
 def test_without_a_token_budget_nobody_is_busy():

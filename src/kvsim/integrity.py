@@ -186,9 +186,8 @@ def _check_handoffs(state: Any, config: Any, header: Any, requests: Any, prebuil
     role = halves["role"]
     _require(((role != _Role.NONE) == ((flags & _HANDOFF) != 0)).all(), "a half of a handoff has no role")
     _require((status[role != _Role.NONE] != 0).all(), "an unused request row is half of a handoff")
-    _require(
-        (halves[role == _Role.NONE] == np.zeros(1, halves.dtype)).all(), "an unused row of `handoffs` is not empty"
-    )
+    unused = halves[role == _Role.NONE]
+    _require((unused == np.zeros(1, halves.dtype)).all(), "an unused row of `handoffs` is not empty")
     for fixed, wanted in (
         (_Role.SOURCE_HELD, _HELD_SOURCE),
         (_Role.DESTINATION_PENDING, _PENDING_DESTINATION),

@@ -504,7 +504,7 @@ class SchedulerRank:
             if kind in _WITHDRAWS:
                 self._suppress(effects, pending, number, False)
         else:
-            raise CommandError(f"command: expected a Command, got {command!r}")
+            raise CommandError(f"command: expected a Command, got {type(command).__name__} {command!r}")
         if not context.pass_in_flight:
             effects.kv_events = self._drain_events()
         effects.metrics = self.metrics()

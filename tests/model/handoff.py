@@ -428,7 +428,7 @@ class HandoffRank:
         return self.is_empty() and not self.handoffs
 
     def is_ready(self) -> bool:
-        return not self.is_drained()
+        return not self.is_empty()
 
     def waiting_for_external_command(self) -> bool:
         return self.is_empty() and bool(self.handoffs)

@@ -659,6 +659,13 @@ class SglangModel(HandoffRank):
     def is_drained(self) -> bool:
         return super().is_drained() and self.countdown == 0
 
+    def is_ready(self) -> bool:
+        return not self.is_drained()
+
+    def unblock(self) -> bool:
+        """Activated destinations have a queue of their own, ahead of all others: nobody is in their way."""
+        return False
+
     def waiting_for_external_command(self) -> bool:
         return super().waiting_for_external_command() and self.countdown == 0
 
@@ -702,7 +709,11 @@ class SglangModel(HandoffRank):
     def _exhausted(self) -> bool:
         """The last pass did nothing and the next would be the same."""
         final = (SameTimestampRetry.EXHAUSTED, SameTimestampRetry.NOT_APPLICABLE)
-        return self.last_pass_effect_free and self.last_hint in final
+        if not self.last_pass_effect_free or self.last_hint not in final:
+            return False
+        # A pending destination that may fit now is tried before the next pass.
+        pending = self.handoffs.pending
+        return not pending or pending[0].last_attempt == self.handoffs.generation
 
     def _hopeless(self) -> bool:
         """Passes at this instant could only wear down the ratio, and longer than anyone would wait.

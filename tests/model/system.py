@@ -187,13 +187,14 @@ class System:
         *,
         concurrency: int | None = None,
         speedup: float = 1.0,
+        scale_think_times: bool = True,
         max_sim_time_ms: float = math.inf,
         handoff_latency_ms: float = 0.0,
         tokenization: dict[str, Any] | None = None,
         check: bool = False,
     ) -> None:
         self.workload = workload
-        self.driver = ArrivalDriver(workload, concurrency, speedup)
+        self.driver = ArrivalDriver(workload, concurrency, speedup, scale_think_times)
         self.pools = {name: Pool(name, *values) for name, values in pools.items()}
         self.disaggregated = PREFILL in pools
         self.source_first = self.disaggregated and pools[PREFILL][0].backend != "sglang"
@@ -590,6 +591,10 @@ class System:
     # ------------------------------------------------------------ liveness
 
     def end_one_stuck(self) -> bool:
+        """Nothing is to come: let a request past another that waits for it, else end one."""
+        ranks = [rank for pool in self.pools.values() for worker in pool.workers for rank in worker.ranks]
+        if any(isinstance(rank, PagedModel) and rank.unblock() for rank in ranks):
+            return True
         return any(self.end_stuck(worker) for pool in self.pools.values() for worker in pool.workers)
 
     def end_stuck(self, worker: Worker) -> bool:

@@ -60,6 +60,7 @@ cdef inline void engine_register_source(rank_t* r, int32_t slot, uint64_t hi, ui
 
 cdef inline bint engine_release_source(rank_t* r, int32_t slot) noexcept nogil:
     """The source need not be held (any longer); true if its row is gone."""
+    r.header.effect_free = 0
     if r.handoffs[slot].role == SOURCE_REGISTERED:
         source_forget(r, slot)
         return False
@@ -70,7 +71,6 @@ cdef inline bint engine_release_source(rank_t* r, int32_t slot) noexcept nogil:
     else:
         paged_free(r, slot)
     r.header.capacity_generation += 1
-    r.header.effect_free = 0
     row_release(r, slot)
     return True
 
