@@ -655,7 +655,7 @@ ADMISSION_LOG = np.dtype(
         ("worker", "<i4"),
         ("dp_rank", "<i4"),
         ("pool", "<i4"),  # Pool
-        ("unused", "<i4"),
+        ("device_tokens", "<i4"),  # with a host tier, first admission: those of them that the device had; -1: not told
     ]
 )
 

@@ -28,6 +28,7 @@ class Fleet:
         capture_admissions: bool = False,
         capture_outputs: bool = False,
         record_passes: bool = False,
+        capture_offload: bool = False,
         watch_gauges: bool = False,
         watch_passes: bool = False,
     ) -> None: ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -20,9 +20,10 @@ from kvsim import layout
 from kvsim._core import content
 from kvsim._core.drive import Fleet
 from kvsim.config import EngineConfig
-from kvsim.contract import RankIdentity
+from kvsim.contract import HostOffloadEvent, RankIdentity
 from kvsim.errors import ConfigError
 from kvsim.layout import Pool, RequestStatus
+from kvsim.offload.observer import offload_events
 from kvsim.placement import KvRouterConfig, PlacedRequests, Placement, PoolInfo, RoundRobin, get_placement
 from kvsim.policies import Policy
 from kvsim.rank import SchedulerRank, content_tokens
@@ -85,6 +86,7 @@ class Run:
         capture_admissions: bool = False,
         capture_routing: bool = False,
         capture_kv_events: bool = False,
+        capture_offload: bool = False,
     ) -> None:
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise ConfigError("seed", f"must be an int >= 0, got {seed!r}")
@@ -149,6 +151,7 @@ class Run:
             capture_admissions=capture_admissions,
             capture_outputs=capture_outputs,
             record_passes=record_passes,
+            capture_offload=capture_offload,
             watch_gauges=self._telemetry is not None,
             watch_passes=self._scaling is not None,
         )
@@ -362,6 +365,11 @@ class Run:
         """KV events of a worker up to the end of the run: (layout.EVENT, layout.EVENT_BLOCK) rows."""
         events, blocks = self.ranks[worker]._state.drain_events()
         return events[(events["at_ms"] >= 0) & (events["at_ms"] <= self.now_ms)], blocks
+
+
+    def offload_events(self, worker: int = 0) -> Iterator[tuple[int, HostOffloadEvent]]:
+        """Observations of a worker's host tier, if the run captured them: (request id, event)."""
+        return offload_events(*self.ranks[worker]._state.drain_offload())
 
 
 def _check_time(name: str, value: Any) -> None:
