@@ -100,12 +100,24 @@ def test_a_rank_hint_beyond_the_ranks_of_a_worker_names_the_request() -> None:
         kvsim.replay([items(1)[0], {**items(1)[0], "dp_rank": 2}], CONFIG, dp_size=2)
 
 
-def test_every_option_has_a_test_here() -> None:
-    tested = {
+def test_every_option_has_a_test_here_or_in_test_system() -> None:
+    here = {
         *("workers", "dp_size", "concurrency", "speedup", "max_sim_time_ms", "seed", "sla", "timing", "tokenization"),
         *("policy", "trace_format", "trace_block_size", "strict", "record_passes", "capture_outputs", "progress"),
     }
-    assert set(inspect.signature(kvsim.replay).parameters) == tested | {"workload", "config"}
+    of_systems = {
+        *(
+            "startup_ms",
+            "prefill",
+            "decode",
+            "handoff_latency_ms",
+            "placement",
+            "prefill_placement",
+            "decode_placement",
+        ),
+        *("router", "scaling", "telemetry"),
+    }
+    assert set(inspect.signature(kvsim.replay).parameters) == here | of_systems | {"workload", "config"}
 
 
 # ---------------------------------------------------------------- load

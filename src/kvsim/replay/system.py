@@ -14,7 +14,6 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -71,6 +70,7 @@ class RunPool:
     """
 
     __slots__ = (
+        "active",
         "config",
         "dp_size",
         "first_rank",
@@ -117,6 +117,8 @@ class RunPool:
         self.ranks: dict[int, SchedulerRank] = {}
         #: Counters of workers that are gone.
         self.gone = [0, 0, 0]
+        #: Ids of the workers that take requests.
+        self.active = frozenset(workers.active_ids)
         #: Requests for which there was no worker, in order.
         self.parked: deque[tuple[PlacedRequest, Any]] = deque()
         #: What a live request is to the placement, by row.
@@ -237,8 +239,11 @@ class System:
         self._latency_ms = handoff_latency_ms
         self._source_first = self._front.config.backend != "sglang"
         config = self._front.config
-        self._transfer = TransferTiming(
-            config.kv_transfer_timing_mode, 0, config.kv_transfer_bytes_per_token, config.kv_transfer_bandwidth
+        # The model of the transfer is the prefill engine's.
+        self._transfer: tuple[Any, ...] = (
+            config.kv_transfer_timing_mode,
+            config.kv_transfer_bytes_per_token,
+            config.kv_transfer_bandwidth,
         )
         self._growing = growing
         self._slice = slice_passes
@@ -359,14 +364,14 @@ class System:
         """The next instant at which something happens outside the engines."""
         ready = self.driver.next_ready_ms()
         next_ms = math.inf if ready is None else ready
-        for pool in self.pools:
-            next_ms = min(next_ms, pool.workers.next_ready_ms)
         if self._transfers:
             next_ms = min(next_ms, self._transfers[0][0])
         if self._waiting_room:
             next_ms = min(next_ms, self._waiting_room[0][0])
         if self.scaling is not None:
             next_ms = min(next_ms, self.scaling.next_tick_ms)
+            for pool in self.pools:
+                next_ms = min(next_ms, pool.workers.next_ready_ms)
         return next_ms
 
     def _settle(self, *, ticks: bool, starting: bool = False) -> None:
@@ -379,7 +384,8 @@ class System:
         while True:
             if not starting:
                 self._take_notes(now)
-                self._workers_ready(now)
+                if self.scaling is not None:
+                    self._workers_ready(now)
                 if self._disaggregated:
                     while self._transfers and self._transfers[0][0] <= now:
                         handoff = heapq.heappop(self._transfers)[2]
@@ -390,8 +396,9 @@ class System:
                 self._leave_waiting_room(now)
             starting = False
             changed = self._start_passes(now)
-            for pool in self.pools:
-                self._remove_drained(pool, now)
+            if self.scaling is not None:
+                for pool in self.pools:
+                    self._remove_drained(pool, now)
             if ticks:
                 if self.telemetry is not None and self.telemetry.next_sample_ms <= now:
                     self._count_decoded()
@@ -445,7 +452,7 @@ class System:
 
     def _place(self, pool: RunPool, request: PlacedRequest, work: Any, now: float) -> None:
         """Ask the placement for a rank, and go there or wait."""
-        if not pool.workers.active_ids:
+        if not pool.active:
             pool.parked.append((request, work))
             return
         self._observe(pool)
@@ -478,7 +485,7 @@ class System:
         request, work = pool.placed[row]
         queued_ms = pool.queued_ms.pop(row, None)
         first = pool.first_rank.get(route.worker)
-        if first is None or not 0 <= route.dp_rank < pool.dp_size or route.worker not in pool.workers.active_ids:
+        if first is None or not 0 <= route.dp_rank < pool.dp_size or route.worker not in pool.active:
             raise PolicyError(
                 f"placement {type(pool.placement).__name__}: request {row} was sent to worker {route.worker}, rank "
                 f"{route.dp_rank}; active workers are {pool.workers.active_ids}, ranks 0 <= rank < {pool.dp_size}"
@@ -576,7 +583,8 @@ class System:
             return
         front, back = self._front, self._back
         if kind == _HELD:
-            timing = replace(self._transfer, full_prompt_tokens=int(self.records["input_tokens"][row]))
+            mode, size, bandwidth = self._transfer
+            timing = TransferTiming(mode, int(self.records["input_tokens"][row]), size, bandwidth)
             self._follow(handoff, handoff.coordinator.fact(Fact.SOURCE_HELD, timing))
             self._released_by(front, front.placement.prefill_completed(row, now), now)
         elif kind == _RESERVED:
@@ -734,6 +742,7 @@ class System:
                 if operation is None:
                     continue
                 pool.add(worker)
+                pool.active = frozenset(pool.workers.active_ids)
                 rows = self._released_by(pool, pool.placement.worker_ready(worker, now), now)
                 rows += self._topology_settled(pool, now)
                 operation["topology_released_rows"] = rows
@@ -741,7 +750,7 @@ class System:
     def _topology_settled(self, pool: RunPool, now: float) -> list[int]:
         """A batch of changes is over: the placement may go on, and so may requests that found no worker."""
         rows = self._released_by(pool, pool.placement.topology_settled(now), now)
-        if pool.parked and pool.workers.active_ids:
+        if pool.parked and pool.active:
             parked, pool.parked = pool.parked, deque()
             for request, work in parked:
                 self._place(pool, request, work, now)
@@ -781,9 +790,9 @@ class System:
             return False
         rows: list[int] = []
         placement = pool.placement
-        active = pool.workers.active_ids
+        pool.active = frozenset(pool.workers.active_ids)
         for worker in change.added:
-            if worker in active:
+            if worker in pool.active:
                 pool.add(worker)
                 rows += self._released_by(pool, placement.worker_ready(worker, now), now)
         for worker in change.newly_marked:
