@@ -1055,9 +1055,7 @@ cdef class Fleet:
     cdef void complete(self, int64_t w) noexcept nogil:
         """The pass in flight of worker `w` ends: what it did becomes visible."""
         cdef worker_t* worker = &self.workers[w]
-        cdef note_t* n
         cdef int64_t i
-        cdef int32_t slot
         worker.busy = 0
         if unlikely(worker.watched):
             worker.watched = 0
@@ -1068,11 +1066,7 @@ cdef class Fleet:
             self.settle(w, &self.ends[w][i], worker.busy_until)
         worker.num_ends = 0
         for i in range(worker.first_rank, worker.first_rank + worker.num_ranks):
-            if unlikely(self.ranks[i].header.num_pending > 0):
-                slot = engine_retry(self.ranks[i])
-                if slot >= 0:
-                    n = self.put_note(NOTE_RESERVED, w, self.reserved(i, slot))
-                    n.value = self.ranks[i].handoffs[slot].transferable
+            self.cross_boundary(w, i)
             self.show_events(i, worker.busy_until)
             if self.watch_gauges:
                 self.read_gauge(i, True)
@@ -1080,6 +1074,17 @@ cdef class Fleet:
             with gil:
                 self.publish_fpm(w)
         self.queue(w)
+
+    cdef inline void cross_boundary(self, int64_t w, int64_t rank) noexcept nogil:
+        """A rank is between two passes: its first pending destination is tried (spec/handoff.md section 3)."""
+        cdef int32_t slot
+        cdef note_t* n
+        if likely(self.ranks[rank].header.num_pending == 0):
+            return
+        slot = engine_retry(self.ranks[rank])
+        if slot >= 0:
+            n = self.put_note(NOTE_RESERVED, w, self.reserved(rank, slot))
+            n.value = self.ranks[rank].handoffs[slot].transferable
 
     cdef inline void show_events(self, int64_t rank, double at_ms) noexcept nogil:
         """Stamp the events that became visible."""
@@ -1190,6 +1195,10 @@ cdef class Fleet:
         if progress:
             return 2
         worker.log_count -= 1
+        # A pass without effect ends like any other for the ranks that ran, not for their idle siblings.
+        for i in range(first, last):
+            if self.ranks[i].p.num_ready >= 0:
+                self.cross_boundary(w, i)
         # The group tries again as long as any rank asks for it.
         for i in range(first, last):
             if self.ranks[i].p.num_ready >= 0 and engine_retries(self.ranks[i]):

@@ -149,7 +149,14 @@ def _pools(spec: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "aggregated":
         _known(topology, {"kind", "workers"}, "spec.topology.")
         pool = _pool(topology.get("workers", {}), engine, "spec.topology.workers", "spec.engine")
-        return {name: getattr(pool, name) for name in ("config", "workers", "dp_size", "startup_ms")}
+        # The role of a worker is the topology's to say (spec/replay.md section 1).
+        config = pool.config.replace(worker_type="aggregated")
+        return {
+            "config": config,
+            "workers": pool.workers,
+            "dp_size": pool.dp_size,
+            "startup_ms": pool.startup_ms,
+        }
     if kind != "disaggregated":
         raise ConfigError("spec.topology.kind", f"must be one of 'aggregated', 'disaggregated', got {kind!r}")
     _known(topology, {"kind", "prefill", "decode", "handoff_latency_ms"}, "spec.topology.")

@@ -111,11 +111,8 @@ class Run:
         self.records = _new_records(workload)
         self.handoffs = _new_handoffs(len(workload)) if self._disaggregated else None
         self.gaps = GapHistogram()
-        self._scaling = None if scaling is None else Scaling(
-            scaling,
-            dp_size=list(specs.values())[-1].dp_size,
-            prefill_dp_size=list(specs.values())[0].dp_size,
-        )  # fmt: skip
+        sizes = [spec.dp_size for spec in specs.values()]
+        self._scaling = None if scaling is None else Scaling(scaling, dp_size=sizes[-1], prefill_dp_size=sizes[0])
         self._telemetry = None if telemetry is None else Telemetry(telemetry)
         self.lifecycle = LifecycleLog()
         chosen = {
@@ -129,7 +126,7 @@ class Run:
             named = chosen[kind] is None or isinstance(chosen[kind], str)
             made = get_placement(chosen[kind], router if named else None, kind)
             if made in self._placements.values():
-                raise ConfigError("placement", "each pool needs a placement of its own; give a class instead of an object")
+                raise ConfigError("placement", "each pool needs one of its own; give a class instead of an object")
             made.start(
                 PoolInfo(
                     role=kind,
@@ -197,7 +194,8 @@ class Run:
         for name, spec in (("prefill", prefill), ("decode", decode)):
             if not isinstance(spec, PoolSpec):
                 raise ConfigError(name, f"prefill and decode pools come together, as PoolSpec; got {spec!r}")
-        assert prefill is not None and decode is not None
+        assert prefill is not None
+        assert decode is not None
         for name, value, default in (("config", config, None), ("workers", workers, 1), ("dp_size", dp_size, 1)):
             if value != default:
                 raise ConfigError(name, "belongs into prefill and decode when there are two pools")
@@ -352,6 +350,7 @@ class Run:
             routing=None if self.system is None else self.system.routing,
             telemetry=None if self._telemetry is None else self._telemetry.result(),
             scaling=None if self._scaling is None else self._scaling.history,
+            stalled=None if self.system is None else self.system.stalled,
             lifecycle=None if self._scaling is None else self.lifecycle.operations,
             request_names=self.workload.request_names,
             session_names=self.workload.session_names,
@@ -393,9 +392,10 @@ def _engine_config(spec: PoolSpec, kind: Pool, seed: int, events: bool) -> Engin
         emit_kv_events=events,
         emit_kv_token_ids=False,
         aic_mtp_seed=(spec.config.aic_mtp_seed + seed) % (1 << 64),
-        # The role of a worker is the topology's to say (spec/replay.md section 1).
-        worker_type={Pool.AGGREGATED: "aggregated", Pool.PREFILL: "prefill", Pool.DECODE: "decode"}[kind],
     )
+    if kind is not Pool.AGGREGATED:
+        # The role of a worker is the topology's to say (spec/replay.md section 1).
+        config = config.replace(worker_type="prefill" if kind is Pool.PREFILL else "decode")
     return config.for_attention_dp(spec.dp_size)
 
 
