@@ -161,7 +161,9 @@ def handoff_configs(draw: st.DrawFn, engine: st.SearchStrategy[EngineConfig]) ->
     config = draw(engine)
     worker = draw(st.sampled_from([config.worker_type, "prefill", "decode", "decode"]))
     mode = draw(st.sampled_from(["full_prompt", "destination_missing"]))
-    return msgspec.structs.replace(config, worker_type=worker, kv_transfer_timing_mode=mode)
+    # With drafts and small budgets, first-in victims can preempt each other for ever, handoffs or not.
+    victims = "lifo" if config.aic_nextn is not None else config.preemption_mode
+    return msgspec.structs.replace(config, worker_type=worker, kv_transfer_timing_mode=mode, preemption_mode=victims)
 
 
 def handoff_steps(lengths: Sequence[int] = tuple(LENGTHS)) -> st.SearchStrategy[tuple[Any, ...]]:

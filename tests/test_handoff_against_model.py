@@ -33,6 +33,7 @@ from kvsim.contract import (
     DestinationReserved,
     RankIdentity,
     ReleaseSource,
+    Removed,
     Request,
     ReserveDestination,
     SubmitHandoffPrefill,
@@ -269,4 +270,31 @@ def test_one_handoff_id_on_both_halves_of_a_rank_withdraws_only_its_own_outputs(
     assert effects.retired_requests == (1,)
     shown = pair.complete()
     assert {output.request_id for output in shown.outputs} == {2}
+    pair.drain()
+
+
+def test_a_removal_that_joins_one_held_back_is_told_with_its_command() -> None:
+    config = EngineConfig(
+        backend="sglang",
+        num_gpu_blocks=16,
+        block_size=2,
+        worker_type="decode",
+        emit_kv_events=True,
+        sglang=SglangConfig(schedule_policy="lpm", chunked_prefill_size=16, clip_max_new_tokens=0),
+    )
+    family = [100, 101, 102, 103, *range(4294967294, 4294967286, -1)]
+    pair = Pair(config)
+    pair.apply(ReserveDestination(5, Request(12, range(100, 120), 0)))
+    pair.apply(SubmitHandoffPrefill(6, Request(3, range(4), 8)))
+    pair.step()
+    pair.apply(ActivateDestination(5))
+    pair.submit(Request(7, family, 8))
+    pair.step()
+    pair.execute()
+    pair.once(CancelDestination(5))
+    pair.complete()
+    assert not pair.step().kv_events
+    assert pair.rank.header[0]["num_events"]
+    effects = pair.apply(ReserveDestination(4, Request(4, family[:9], 3)))
+    assert isinstance(effects.kv_events[-1].data, Removed)
     pair.drain()

@@ -99,7 +99,7 @@ cdef inline void commit_apart(rank_t* r, int32_t slot) noexcept nogil:
 cdef int64_t legacy_reserve(rank_t* r, int32_t slot) noexcept nogil:
     """Own whole pages for the prompt of a pending destination; tokens not found here, -1 if too few are free."""
     cdef int64_t tokens = r.requests[slot].num_input
-    cdef int64_t events = r.header.num_events
+    cdef int64_t events = r.header.num_event_blocks
     cdef int64_t prefix
     cdef bint owned = open_lease(r, slot, page_ceil(r, tokens), tokens, &prefix)
     tell_with_command(r, events)
@@ -111,7 +111,7 @@ cdef int64_t legacy_reserve(rank_t* r, int32_t slot) noexcept nogil:
 
 cdef void legacy_activate(rank_t* r, int32_t slot) noexcept nogil:
     """The prompt of a destination has arrived: it can be found now, and the tail of its last page is free."""
-    cdef int64_t events = r.header.num_events
+    cdef int64_t events = r.header.num_event_blocks
     cdef int64_t before = r.radix.available + r.radix.evictable
     radix_activate(r, slot)
     commit_apart(r, slot)

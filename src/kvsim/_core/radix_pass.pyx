@@ -260,8 +260,11 @@ cdef void reject_late(rank_t* r) noexcept nogil:
 # ---------------------------------------------------------------- handoff (section 12)
 
 cdef inline void tell_with_command(rank_t* r, int64_t before) noexcept nogil:
-    """Events that a command made are handed out with it, not by the next pass that flushes."""
-    if r.header.num_events > before:
+    """Events that a command made are handed out with it, not by the next pass that flushes.
+
+    Told by the number of blocks in the buffer: a removal may have joined the event before it.
+    """
+    if r.header.num_event_blocks > before:
         r.radix.flush = 1
 
 
@@ -276,7 +279,7 @@ cdef int64_t radix_reserve(rank_t* r, int32_t slot) noexcept nogil:
     Nothing of the prompt is computed here, so even its last token may be found.
     """
     cdef int64_t tokens = r.requests[slot].num_input
-    cdef int64_t events = r.header.num_events
+    cdef int64_t events = r.header.num_event_blocks
     cdef bint owned = lease_fresh(r, slot, tokens, tokens)
     tell_with_command(r, events)
     if not owned:
