@@ -47,6 +47,7 @@ from model.sglang import SglangModel
 STATUS = {1: "waiting", 2: "running", 3: "preempted"}
 #: The radix twin calls a retracted request waiting.
 RADIX_STATUS = {1: "waiting", 2: "running", 3: "waiting"}
+HELD_DESTINATION = 6
 
 
 def rank_state(rank: SchedulerRank) -> dict[str, Any]:
@@ -182,9 +183,9 @@ def radix_state(rank: SchedulerRank) -> dict[str, Any]:
         slot = int(requests[slot]["next"])
     held = [HandoffRole.SOURCE_HELD, HandoffRole.DESTINATION_HELD]
     parked = np.flatnonzero(np.isin(state.view("handoffs")["role"][: len(requests)], held)).tolist()
-    live = requests[np.isin(requests["status"], list(RADIX_STATUS))]
-    # In generation 1.3 the tokens that partial pages do not use are free.
-    loose = int((live["allocated"] - live["computed"]).sum()) if rank.config.rules.name == "dynamo-1.3" else 0
+    # In generation 1.3 the tokens that partial pages do not use are free; a destination owns its pages whole.
+    users = requests[requests["status"] != HELD_DESTINATION]
+    loose = int((users["allocated"] - users["computed"]).sum()) if rank.config.rules.name == "dynamo-1.3" else 0
     victims = sorted(heap.tolist(), key=lambda node: (nodes[node]["last_access"], nodes[node]["ordinal"]))
     return {
         "waiting": [id_of(slot) for slot in rank.waiting],
@@ -348,7 +349,7 @@ class Pair:
         mine = self.rank.apply_command(command, context, pending[0])
         assert plain(mine) == plain(expected)
         self.index.replay(mine.kv_events)
-        self.ledger.command(command, mine)
+        self.ledger.command(command, mine, in_flight=self.in_flight is not None)
         if self.in_flight is not None:
             same_effects(self.in_flight[0].pending.effects, self.in_flight[1].pending.effects)
         self.compare()
@@ -407,6 +408,13 @@ class Pair:
         self.execute()
         return self.complete()
 
+    def unblock(self) -> bool:
+        """Let a transferred prompt pass a blocked head on both sides; False if that is not what blocks the rank."""
+        done = self.rank.unblock()
+        assert done == self.twin.unblock()
+        self.compare()
+        return done
+
     def fail_head(self) -> bool:
         """End a stuck head on both sides; False if nothing is stuck."""
         if self.rank.stuck_head() is None:
@@ -433,7 +441,7 @@ class Pair:
                 self.retry()
                 if self.rank.is_drained() or not self.twin.last_pass_effect_free:
                     continue
-                if not self.fail_head():
+                if not self.unblock() and not self.fail_head():
                     assert self.twin.handoffs.pending, f"no progress and nothing stuck: {self.twin.state()}"
                     self.once(CancelDestination(self.twin.handoffs.pending[0].handoff_id))
         raise AssertionError(f"not drained after {most} passes: {self.twin.state()}")
@@ -511,26 +519,38 @@ class Ledger:
     def __init__(self) -> None:
         #: request id -> whether its reservation was told
         self.accepted: dict[int, bool] = {}
+        #: accepted while a pass is in flight: outputs of that pass are of a request before it with the same id
+        self.late: set[int] = set()
 
-    def command(self, command: Command, effects: CommandEffects) -> None:
+    def command(self, command: Command, effects: CommandEffects, *, in_flight: bool) -> None:
         if isinstance(effects.result, DestinationAccepted):
-            assert effects.result.request_id not in self.accepted
-            self.accepted[effects.result.request_id] = False
+            request_id = effects.result.request_id
+            # The one before with this id may have ended in the pass in flight, which is told later.
+            assert in_flight or request_id not in self.accepted
+            self.accepted[request_id] = False
+            if in_flight:
+                self.late.add(request_id)
         for request_id in effects.retired_requests:
             self.ended(request_id)
         if isinstance(command, CancelRequest) and effects.suppressed_pending_output:
             # Nobody will be told that it was complete.
-            self.ended(id_to_int(command.request_id))
+            self._told(id_to_int(command.request_id))
         self._reserved(effects.lifecycle_events)
 
     def completion(self, effects: PassCompletionEffects) -> None:
         for output in effects.outputs:
             if output.completed:
-                self.ended(output.request_id)
+                self._told(output.request_id)
+        self.late.clear()
         self._reserved(effects.lifecycle_events)
+
+    def _told(self, request_id: int) -> None:
+        if request_id not in self.late:
+            self.ended(request_id)
 
     def ended(self, request_id: int) -> None:
         self.accepted.pop(request_id, None)
+        self.late.discard(request_id)
 
     def _reserved(self, events: Iterable[Any]) -> None:
         for event in events:

@@ -150,14 +150,16 @@ def test_a5_source_survives_an_unavailable_destination(ruleset: str) -> None:
     assert destination.reserve(2, 20, range(100, 108)).result == DestinationAccepted(20)
     assert source.source(1, 10, range(8)).result == Submitted(10)
     source.run_to_hold()
-    assert source.rank.is_empty() and not source.rank.is_drained()
+    assert source.rank.is_empty()
+    assert not source.rank.is_drained()
     assert source.rank.waiting_for_external_command()
     assert destination.reserve(1, 10, range(4)).result == DestinationAccepted(10)
     assert destination.destination(1) is ROLE.DESTINATION_PENDING
     assert destination.do(CancelDestination(1)).result == Applied()
     assert destination.do(CancelDestination(2)).result == Applied()
     assert source.do(CancelSource(1)).result == Applied()
-    assert source.gone and destination.gone
+    assert source.gone
+    assert destination.gone
     assert source.active == destination.active == 0
 
 
@@ -177,13 +179,20 @@ def test_a7_a_blocked_head_holds_back_fresh_work(ruleset: str) -> None:
     assert reserved(rank.reserve(1, 10, range(8))) == [10]
     assert rank.active == 2
     assert reserved(rank.reserve(2, 20, range(100, 112))) == []
-    assert rank.rank.is_empty() and not rank.rank.is_drained() and rank.rank.waiting_for_external_command()
+    assert rank.rank.is_empty()
+    assert not rank.rank.is_drained()
+    assert rank.rank.waiting_for_external_command()
     step = rank.step(0.0)
-    assert step.end_ms == 0.0 and not admitted(step) and not step.effects.outputs
+    assert step.end_ms == 0.0
+    assert not admitted(step)
+    assert not step.effects.outputs
     rank.submit(30, range(300, 304))
     step = rank.step(0.0)
-    assert step.end_ms == 0.0 and not admitted(step) and not step.effects.outputs
-    assert rank.live == 1 and rank.active == 2
+    assert step.end_ms == 0.0
+    assert not admitted(step)
+    assert not step.effects.outputs
+    assert rank.live == 1
+    assert rank.active == 2
     assert rank.rank.stuck_head() is None
     assert rank.do(ActivateDestination(1)).result == Applied()
     assert admitted(rank.step(0.0)) == [10]
@@ -242,7 +251,8 @@ def test_a11_cancel_before_completion() -> None:
     rank.source(1, 10, range(8))
     assert rank.live == 1
     effects = rank.do(CancelSource(1))
-    assert effects.result == Applied() and effects.retired_requests == (10,)
+    assert effects.result == Applied()
+    assert effects.retired_requests == (10,)
     assert rank.gone
     assert rank.do(CancelSource(1)).result == Noop()
 
@@ -326,7 +336,8 @@ def test_b8_an_owned_request_id_is_refused_and_nothing_changes(prepare: Callable
     ):
         with pytest.raises(CommandError, match="already active"):
             rank.do(command)
-    assert rank.rank.digest() == before and rank.rank.metrics() == metrics
+    assert rank.rank.digest() == before
+    assert rank.rank.metrics() == metrics
     assert rank.destination(99) is rank.source_role(99) is ROLE.NONE
 
 
@@ -351,7 +362,8 @@ def test_b9_a_prompt_larger_than_the_pool_is_refused() -> None:
     assert rank.gone
     with pytest.raises(CommandError, match="reaches max_model_len 100"):
         rank.reserve(1, 10, range(100))
-    assert rank.gone and rank.attempts == 0
+    assert rank.gone
+    assert rank.attempts == 0
 
 
 def test_b10_commands_that_find_nothing_are_noops() -> None:
@@ -370,7 +382,9 @@ def test_b10_commands_that_find_nothing_are_noops() -> None:
         CancelRequest(20),
     ):
         effects = rank.do(command)
-        assert effects.result == Noop() and not effects.retired_requests and not effects.lifecycle_events
+        assert effects.result == Noop()
+        assert not effects.retired_requests
+        assert not effects.lifecycle_events
     assert rank.rank.digest() == before
 
 
@@ -389,15 +403,19 @@ def test_v1_a_source_is_held_with_its_blocks(ruleset: str, first: int, last: int
     assert [output.completed for output in step.effects.outputs] == [True]
     assert step.effects.lifecycle_events == [SourceHeld(1, 10, TransferTiming("full_prompt", 8, None, None))]
     assert rank.source_role(1) is ROLE.SOURCE_HELD
-    assert rank.live == 0 and rank.rank.metrics()[6:8] == (0, 0)
+    assert rank.live == 0
+    assert rank.rank.metrics()[6:8] == (0, 0)
     assert rank.active == last
     assert len(rank.rank.block_table(10)) == last
     effects = rank.do(ReleaseSource(1))
-    assert effects.result == Applied() and effects.retired_requests == (10,)
-    assert effects.metrics is not None and effects.metrics.active_blocks == 0
+    assert effects.result == Applied()
+    assert effects.retired_requests == (10,)
+    assert effects.metrics is not None
+    assert effects.metrics.active_blocks == 0
     assert rank.source_role(1) is ROLE.NONE
     assert rank.do(ReleaseSource(1)).result == Noop()
-    assert rank.active == 0 and rank.gone
+    assert rank.active == 0
+    assert rank.gone
 
 
 @BOTH
@@ -411,12 +429,15 @@ def test_v2_cancel_and_early_release(ruleset: str) -> None:
     assert rank.do(CancelSource(1)).result == Noop()
     rank.source(1, 11, range(8))
     effects = rank.do(ReleaseSource(1))
-    assert effects.result == Applied() and not effects.retired_requests
+    assert effects.result == Applied()
+    assert not effects.retired_requests
     assert rank.source_role(1) is ROLE.NONE
     rank.step()
     step = rank.step()
-    assert step.effects.outputs[0].completed and not step.effects.lifecycle_events
-    assert rank.active == 0 and rank.gone
+    assert step.effects.outputs[0].completed
+    assert not step.effects.lifecycle_events
+    assert rank.active == 0
+    assert rank.gone
 
 
 def test_v3_a_submitted_id_cannot_become_a_source() -> None:
@@ -426,7 +447,8 @@ def test_v3_a_submitted_id_cannot_become_a_source() -> None:
         rank.submit(10, range(8), 2)
     with pytest.raises(CommandError, match="already active"):
         rank.source(1, 10, range(8))
-    assert rank.source_role(1) is ROLE.NONE and rank.live == 1
+    assert rank.source_role(1) is ROLE.NONE
+    assert rank.live == 1
 
 
 def test_a_released_source_leaves_its_prefix_as_cache() -> None:
@@ -446,7 +468,8 @@ def test_a_rejected_source_is_not_held() -> None:
     rank = prefill(num_gpu_blocks=2)
     rank.source(1, 10, range(20), 1)
     step = rank.step()
-    assert step.effects.outputs[0].rejected and not step.effects.lifecycle_events
+    assert step.effects.outputs[0].rejected
+    assert not step.effects.lifecycle_events
     assert rank.gone
 
 
@@ -520,8 +543,11 @@ def test_v7_a_whole_handoff(ruleset: str, allocated: int) -> None:
 
     active = rank.active
     effects = rank.reserve(7, 10, range(8))
-    assert effects.result == DestinationAccepted(10) and not effects.lifecycle_events and not effects.kv_events
-    assert rank.destination(7) is ROLE.DESTINATION_PENDING and not rank.rank.is_drained()
+    assert effects.result == DestinationAccepted(10)
+    assert not effects.lifecycle_events
+    assert not effects.kv_events
+    assert rank.destination(7) is ROLE.DESTINATION_PENDING
+    assert not rank.rank.is_drained()
     assert rank.active == active
     late: list[Any] = []
     while not rank.rank.is_empty():
@@ -536,26 +562,32 @@ def test_v7_a_whole_handoff(ruleset: str, allocated: int) -> None:
     active = rank.active
     effects = rank.do(ActivateDestination(7))
     router.replay(effects.kv_events)
-    assert effects.result == Applied() and not effects.retired_requests
-    assert rank.active == active and rank.status(10) == "waiting"
+    assert effects.result == Applied()
+    assert not effects.retired_requests
+    assert rank.active == active
+    assert rank.status(10) == "waiting"
     assert rank.rank.block_table(10).tolist() == blocks
     announced = stored(effects.kv_events)
     assert len(announced) == 1
     assert effects.kv_events[0].data.parent_hash is not None
-    assert source.do(ReleaseSource(7)).result == Applied() and source.gone
+    assert source.do(ReleaseSource(7)).result == Applied()
+    assert source.gone
 
-    assert admitted(step()) == [] and rank.rank.block_table(10).tolist() == blocks
+    assert admitted(step()) == []
+    assert rank.rank.block_table(10).tolist() == blocks
     made = step()
     assert [(output.request_id, output.completed) for output in made.effects.outputs] == [(3, True)]
     assert rank.status(10) == "waiting"
     made = step()
-    assert admitted(made) == [10] and made.start.admissions[0].reused_input_tokens == 0
+    assert admitted(made) == [10]
+    assert made.start.admissions[0].reused_input_tokens == 0
     assert rank.rank.block_table(10).tolist()[:2] == blocks
     assert rank.row(10)["allocated"] == allocated
     assert [output.cached_tokens for output in made.effects.outputs] == [0]
     made = step()
     assert made.effects.outputs[-1].completed
-    assert rank.gone and rank.active == 0
+    assert rank.gone
+    assert rank.active == 0
 
 
 def test_v8_cancel_an_active_destination() -> None:
@@ -563,10 +595,13 @@ def test_v8_cancel_an_active_destination() -> None:
     assert reserved(rank.reserve(1, 10, range(8), 4)) == [10]
     rank.do(ActivateDestination(1))
     rank.step(0.0)
-    assert rank.destination(1) is ROLE.DESTINATION_ACTIVE and rank.status(10) == "running"
+    assert rank.destination(1) is ROLE.DESTINATION_ACTIVE
+    assert rank.status(10) == "running"
     effects = rank.do(CancelDestination(1))
-    assert effects.result == Applied() and effects.retired_requests == (10,)
-    assert rank.gone and rank.active == 0
+    assert effects.result == Applied()
+    assert effects.retired_requests == (10,)
+    assert rank.gone
+    assert rank.active == 0
     assert rank.do(CancelDestination(1)).result == Noop()
 
 
@@ -584,9 +619,11 @@ def test_v9_a_free_slot_is_what_the_next_destination_waits_for() -> None:
 
 def test_v10_trtllm_takes_no_destinations_in_the_generation_before() -> None:
     rank = decode(backend="trtllm", ruleset=OLD)
-    with pytest.raises(CommandError, match="^destination reservation is not supported for TRT-LLM$"):
+    with pytest.raises(CommandError, match=r"^destination reservation is not supported for TRT-LLM$"):
         rank.reserve(1, 10, range(8))
-    assert rank.destination(1) is ROLE.NONE and rank.active == 0 and rank.gone
+    assert rank.destination(1) is ROLE.NONE
+    assert rank.active == 0
+    assert rank.gone
 
 
 def test_trtllm_reserves_to_completion_and_shares_no_prefix() -> None:
@@ -604,7 +641,8 @@ def test_trtllm_reserves_to_completion_and_shares_no_prefix() -> None:
     rank.do(ActivateDestination(1))
     rank.submit(40, range(200, 204), 4)
     # Two blocks are free, both promised: the fresh one waits, the materialised one came before.
-    assert admitted(rank.step()) == [10] and rank.status(40) == "waiting"
+    assert admitted(rank.step()) == [10]
+    assert rank.status(40) == "waiting"
     rank.do(CancelDestination(3))
     rank.drain()
     with pytest.raises(CommandError, match="exceeds the to-completion KV pool capacity"):
@@ -619,7 +657,8 @@ def test_destinations_share_what_is_resident() -> None:
     assert rank.reserve(1, 10, range(10)).lifecycle_events == [DestinationReserved(1, 10, 12)]
     effects = rank.do(ActivateDestination(1))
     router.replay(effects.kv_events)
-    assert len(effects.kv_events) == 1 and len(stored(effects.kv_events)) == 2
+    assert len(effects.kv_events) == 1
+    assert len(stored(effects.kv_events)) == 2
     # A whole aligned prompt may be here already: nothing is transferred, the last token is not computed again.
     assert rank.reserve(2, 20, range(8)).lifecycle_events == [DestinationReserved(2, 20, 0)]
     assert rank.active == 3
@@ -632,7 +671,8 @@ def test_destinations_share_what_is_resident() -> None:
     router.replay(step.effects.kv_events)
     for step in rank.drain():
         router.replay(step.effects.kv_events)
-    assert rank.gone and rank.active == 0
+    assert rank.gone
+    assert rank.active == 0
 
 
 def test_two_destinations_of_one_prompt_are_announced_once() -> None:
@@ -643,7 +683,8 @@ def test_two_destinations_of_one_prompt_are_announced_once() -> None:
     assert rank.active == 4
     for handoff in (1, 2):
         router.replay(rank.do(ActivateDestination(handoff)).kv_events)
-    assert router.stores == 2 and rank.active == 4
+    assert router.stores == 2
+    assert rank.active == 4
     rank.do(CancelDestination(1))
     rank.do(CancelDestination(2))
     assert (rank.active, rank.inactive) == (0, 4)
@@ -699,7 +740,8 @@ def test_a_preempted_destination_is_an_ordinary_request_that_stays_active() -> N
     while not steps[-1].start.pressure_events:
         steps.append(rank.step())
     assert [event.request_id for event in steps[-1].start.pressure_events] == [20]
-    assert rank.status(20) == "preempted" and rank.destination(2) is ROLE.DESTINATION_ACTIVE
+    assert rank.status(20) == "preempted"
+    assert rank.destination(2) is ROLE.DESTINATION_ACTIVE
     fpm = steps[-1].effects.forward_pass_metrics
     assert (fpm.num_queued_prefill, fpm.num_queued_decode) == (0, 1)
     later = rank.drain()
@@ -708,7 +750,8 @@ def test_a_preempted_destination_is_an_ordinary_request_that_stays_active() -> N
     assert again[0].reused_input_tokens > 0
     outputs = [output for step in (*steps, *later) for output in step.effects.outputs]
     assert [sum(output.request_id == request for output in outputs) for request in (10, 20)] == [8, 8]
-    assert rank.gone and rank.active == 0
+    assert rank.gone
+    assert rank.active == 0
 
 
 def test_a_preemption_lets_a_pending_destination_try_again() -> None:
@@ -727,7 +770,7 @@ def test_a_preemption_lets_a_pending_destination_try_again() -> None:
 
 
 def test_a_materialised_request_passes_a_head_that_waits_for_it() -> None:
-    """With `dynamo-1.3` it waits behind a fresh request that needs its blocks; nobody else could ever give them."""
+    """With `dynamo-1.3` it waits behind a fresh request that needs its blocks; a driver lets it pass."""
     rank = decode(num_gpu_blocks=4, ruleset=OLD, enable_prefix_caching=False)
     rank.reserve(1, 10, range(8), 1)
     rank.submit(20, range(100, 112), 1)
@@ -735,6 +778,11 @@ def test_a_materialised_request_passes_a_head_that_waits_for_it() -> None:
     assert rank.rank.stuck_head() is None
     rank.do(ActivateDestination(1))
     assert rank.ids("waiting") == [20, 10]
+    assert not rank.rank.unblock()
+    assert admitted(rank.step()) == []
+    assert rank.rank.stuck_head() is None
+    assert rank.rank.unblock()
+    assert rank.ids("waiting") == [10, 20]
     assert admitted(rank.step()) == [10]
     assert admitted(rank.step()) == [20]
 
@@ -745,7 +793,8 @@ def test_a_head_behind_held_blocks_is_not_stuck() -> None:
     rank.step()
     rank.submit(20, range(8), 1)
     rank.step()
-    assert rank.rank.stuck_head() is None and not rank.rank.waiting_for_external_command()
+    assert rank.rank.stuck_head() is None
+    assert not rank.rank.waiting_for_external_command()
     rank.do(ReleaseSource(1))
     assert admitted(rank.step()) == [20]
 
@@ -783,7 +832,8 @@ def test_r11_a_source_that_was_shown_complete_withdraws_nothing_any_more() -> No
     rank.submit(5, range(10, 14), 4)
     outcome = rank.rank.execute_pass(rank.now)
     effects = rank.do(CancelSource(92001), in_flight=True, pending=outcome.pending)
-    assert effects.result == Applied() and not effects.suppressed_pending_output
+    assert effects.result == Applied()
+    assert not effects.suppressed_pending_output
     assert len(outcome.pending.effects.outputs) == 1
 
 
@@ -794,9 +844,12 @@ def test_cancel_a_source_in_the_pass_that_completes_it() -> None:
     outcome = rank.rank.execute_pass(0.0)
     assert [event.request_id for event in outcome.pending.effects.lifecycle_events] == [10]
     effects = rank.do(CancelSource(1), at=1.0, in_flight=True, pending=outcome.pending)
-    assert effects.result == Applied() and effects.suppressed_pending_output and effects.retired_requests == (10,)
+    assert effects.result == Applied()
+    assert effects.suppressed_pending_output
+    assert effects.retired_requests == (10,)
     done = rank.rank.complete_pass(outcome.pending, outcome.end_ms)
-    assert [output.request_id for output in done.outputs] == [20] and not done.lifecycle_events
+    assert [output.request_id for output in done.outputs] == [20]
+    assert not done.lifecycle_events
     assert rank.gone
 
 
@@ -805,9 +858,11 @@ def test_discarding_a_source_that_completed_keeps_it_held() -> None:
     rank.source(1, 10, range(4), 1)
     outcome = rank.rank.execute_pass(0.0)
     effects = rank.do(CancelRequest(10, discard_pending_output=True), in_flight=True, pending=outcome.pending)
-    assert effects.result == Noop() and effects.suppressed_pending_output
+    assert effects.result == Noop()
+    assert effects.suppressed_pending_output
     done = rank.rank.complete_pass(outcome.pending, outcome.end_ms)
-    assert not done.outputs and not done.lifecycle_events
+    assert not done.outputs
+    assert not done.lifecycle_events
     assert rank.source_role(1) is ROLE.SOURCE_HELD
     rank.do(CancelSource(1))
     assert rank.gone
@@ -826,7 +881,8 @@ def test_destinations_are_not_reserved_in_flight_but_at_the_end() -> None:
     rank.submit(21, range(20, 24), 1)
     outcome = rank.rank.execute_pass(10.0)
     effects = rank.do(ActivateDestination(1), in_flight=True, pending=outcome.pending)
-    assert effects.result == Applied() and not effects.kv_events
+    assert effects.result == Applied()
+    assert not effects.kv_events
     done = rank.rank.complete_pass(outcome.pending, outcome.end_ms)
     assert len(stored(done.kv_events)) == 3
     assert rank.status(10) == "waiting"
@@ -898,7 +954,8 @@ def test_every_state_survives_fork_and_snapshot(ruleset: str) -> None:
 
     now = rank.now
     first = finish(now)
-    assert rank.rank.digest() != before and fork.digest() == before
+    assert rank.rank.digest() != before
+    assert fork.digest() == before
     rank.rank.restore(saved)
     assert rank.rank.digest() == before
     assert finish(now) == first
@@ -923,4 +980,5 @@ def test_rows_of_all_roles_survive_growth() -> None:
             assert rank.do(ActivateDestination(handoff)).result == Applied()
     assert rank.live > 0
     rank.drain()
-    assert rank.gone and rank.active == 0
+    assert rank.gone
+    assert rank.active == 0

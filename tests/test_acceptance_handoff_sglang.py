@@ -37,7 +37,7 @@ from kvsim.contract import (
 )
 from kvsim.errors import CommandError
 from support import RouterIndex, Step
-from test_acceptance_sglang import BOTH, LEGACY, MS, REF, Sglang, index, sizes
+from test_acceptance_sglang import BOTH, LEGACY, MS, REF, Sglang, index
 
 
 class Half(Sglang):
@@ -122,7 +122,7 @@ def destination(ruleset: str = REF, **fields: Any) -> Half:
     return Half(ruleset, worker_type="decode", **({"max_num_seqs": 1} | fields))
 
 
-A, B, C, O, F = 1, 2, 3, 4, 5
+A, B, C, OWNER, F = 1, 2, 3, 4, 5
 
 
 # ---------------------------------------------------------------- A
@@ -166,7 +166,7 @@ def test_a2_cancelling_the_owner_reserves_for_the_blocked_head(ruleset: str) -> 
 @BOTH
 def test_a3_a_blocked_head_holds_fresh_work_back_without_spinning(ruleset: str) -> None:
     engine = destination(ruleset, blk=4)
-    assert reserved(engine.reserve(O, range(100, 108), 2)) == [(O, 8)]
+    assert reserved(engine.reserve(OWNER, range(100, 108), 2)) == [(OWNER, 8)]
     assert engine.active == 2
     assert reserved(engine.reserve(B, range(200, 212), 2)) == []
     assert engine.rank.waiting_for_external_command()
@@ -178,26 +178,26 @@ def test_a3_a_blocked_head_holds_fresh_work_back_without_spinning(ruleset: str) 
     assert list(engine.ids("waiting")) == [F]
     assert engine.active == 2
     assert engine.rank.stuck_head() is None
-    assert engine.activate(O).result == Applied()
+    assert engine.activate(OWNER).result == Applied()
     step = engine.step(at=0.0)
-    assert admitted(step) == [(O, 0)]
-    assert tokens_of(step) == [O]
+    assert admitted(step) == [(OWNER, 0)]
+    assert tokens_of(step) == [OWNER]
     assert step.end_ms == pytest.approx(26.31, abs=MS)
     assert engine.cancel_destination(B).result == Applied()
-    assert engine.cancel_destination(O).result == Applied()
+    assert engine.cancel_destination(OWNER).result == Applied()
     assert admitted(engine.step(at=1.0)) == [(F, 0)]
 
 
 @BOTH
 def test_a4_nothing_is_probed_again_before_capacity_changed(ruleset: str) -> None:
     engine = destination(ruleset, blk=2)
-    assert reserved(engine.reserve(O, range(8), 2)) == [(O, 8)]
+    assert reserved(engine.reserve(OWNER, range(8), 2)) == [(OWNER, 8)]
     assert reserved(engine.reserve(B, range(100, 104), 2, request=77)) == []
     assert engine.attempts == 2
     for _ in range(3):
         assert engine.boundary().lifecycle_events == []
     assert engine.attempts == 2
-    assert engine.cancel_destination(O).lifecycle_events == [DestinationReserved(B, 77, 4)]
+    assert engine.cancel_destination(OWNER).lifecycle_events == [DestinationReserved(B, 77, 4)]
     assert engine.attempts == 3
     assert engine.cancel_destination(B).result == Applied()
     assert engine.rank.is_drained()
@@ -582,12 +582,12 @@ def test_f4_a_running_destination_can_be_cancelled(ruleset: str) -> None:
 def test_f5_activation_keeps_the_partial_page() -> None:
     engine = destination(blk=3)
     assert reserved(engine.reserve(B, range(200, 204))) == [(B, 4)]
-    assert reserved(engine.reserve(O, range(5))) == [(O, 8)]
+    assert reserved(engine.reserve(OWNER, range(5))) == [(OWNER, 8)]
     assert reserved(engine.reserve(F, range(100, 104))) == []
-    effects = engine.activate(O)
+    effects = engine.activate(OWNER)
     assert (effects.result, effects.lifecycle_events) == (Applied(), [])
     assert engine.occupied == 12
-    assert reserved(engine.cancel_destination(O)) == [(F, 4)]
+    assert reserved(engine.cancel_destination(OWNER)) == [(F, 4)]
     assert engine.cancel_destination(F).result == Applied()
 
 
@@ -595,11 +595,11 @@ def test_f5_generation_13_gives_the_tail_of_the_page_back_at_activation() -> Non
     engine = destination(LEGACY, blk=3)
     engine.submit(B, [7], 3)
     engine.step()
-    # 12 tokens: B owns 2, O 8 until it is activated, then 5.
-    assert reserved(engine.reserve(O, range(5))) == [(O, 8)]
+    # 12 tokens: B owns 2, OWNER 8 until it is activated, then 5.
+    assert reserved(engine.reserve(OWNER, range(5))) == [(OWNER, 8)]
     assert reserved(engine.reserve(F, range(100, 104))) == []
-    assert reserved(engine.activate(O)) == [(F, 4)]
-    assert engine.cancel_destination(O).result == Applied()
+    assert reserved(engine.activate(OWNER)) == [(F, 4)]
+    assert engine.cancel_destination(OWNER).result == Applied()
     assert engine.cancel_destination(F).result == Applied()
 
 
@@ -893,7 +893,11 @@ class Player:
         if self.engine.config.aic_nextn:
             self.engine = Half(
                 ruleset,
-                **{"blk": self.blocks, "bs": size, "chunk": size * 2, "max_num_seqs": 3, "aic_nextn": 2},
+                blk=self.blocks,
+                bs=size,
+                chunk=size * 2,
+                max_num_seqs=3,
+                aic_nextn=2,
                 enable_prefix_caching=self.caching,
                 emit_kv_events=self.caching,
                 aic_nextn_accept_rates="1,0",
@@ -936,7 +940,8 @@ class Player:
     def play(self) -> None:
         rng, engine = self.rng, self.engine
         move = rng.choice(
-            ["step"] * 6 + ["submit", "prefill", "reserve", "reserve", "activate", "activate", "release", "release"]
+            ["step"] * 6
+            + ["submit", "prefill", "reserve", "reserve", "activate", "activate", "release", "release"]
             + ["cancel", "cancel_source", "cancel_destination"]
         )
         if move in ("submit", "prefill", "reserve"):

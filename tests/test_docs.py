@@ -17,6 +17,8 @@ import pytest
 
 import kvsim
 from kvsim import Directive, EngineConfig, FailReason, RankIdentity, SchedulerRank, SglangConfig, layout
+from kvsim.placement import KvRouterConfig
+from kvsim.placement.kv_router import INEFFECTIVE
 from kvsim.rulesets import RULESETS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -139,6 +141,16 @@ def test_every_option_of_sglang_is_in_its_table_with_its_default() -> None:
     stated = dict(re.findall(r"^\| `sglang\.(\w+)` \| `?([\w.]+)`? \|", text, re.MULTILINE))
     defaults = SglangConfig()
     assert stated == {name: str(getattr(defaults, name)) for name in SglangConfig.__struct_fields__}
+
+
+def test_every_option_of_the_router_is_in_its_table_with_its_default_or_said_to_be_without_effect() -> None:
+    text = (ROOT / "docs" / "placement.md").read_text(encoding="utf-8")
+    stated = dict(re.findall(r"^\| `(\w+)` \| `([\w.]+)` \|", text, re.MULTILINE))
+    ignored = re.findall(r"`(\w+)`", text.partition("**Without effect")[2].partition("\n\n")[0])
+    defaults = KvRouterConfig()
+    effective = [name for name in KvRouterConfig.__struct_fields__ if name not in INEFFECTIVE]
+    assert stated == {name: str(getattr(defaults, name)) for name in effective}
+    assert sorted(ignored) == sorted(INEFFECTIVE)
 
 
 def test_every_reason_of_an_end_is_listed() -> None:

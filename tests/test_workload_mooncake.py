@@ -203,6 +203,18 @@ def test_think_time_is_the_delay_else_the_gap_to_the_newest_timestamp_else_zero(
     assert read(rows).delay_ms.tolist() == [0, 0, 40, 3, 1]
 
 
+def test_priorities_are_kept_with_their_rows(read):
+    work = read(
+        [
+            row(session_id="a", priority=-2, strict_priority=1),
+            row(),
+            row(session_id="a", priority=7, strict_priority=2**32 - 1),
+        ]
+    )
+    assert work.specs["priority"].tolist() == [-2, 7, 0]
+    assert work.specs["strict_priority"].tolist() == [1, 2**32 - 1, 0]
+
+
 def test_missing_first_timestamp_is_time_zero(read):
     assert read([row(timestamp=...), row(timestamp=100)]).specs["arrival_ms"].tolist() == [0, 100]
     assert read([row(timestamp=None)]).specs["arrival_ms"].tolist() == [0]
@@ -310,6 +322,15 @@ BAD_ROWS = [
     (row(wait_for=["a"]), r"carries dependencies of format agentic_mooncake"),
     (row(dependencies=[]), r"carries dependencies of format agentic_mooncake"),
     (row(request_id="x"), r"request_id: must be unique, 'x' is also on line 1"),
+    (
+        row(strict_priority=-1),
+        r"strict_priority: must lie in 0 <= strict_priority <= 4294967295, got -1",
+    ),
+    (
+        row(priority=2**31),
+        r"priority: must lie in -2147483648 <= priority <= 2147483647, got 2147483648",
+    ),
+    (row(priority=0.5), r"priority: expected `int \| null`, got `float`"),
 ]
 
 

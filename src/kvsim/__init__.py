@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     )
     from kvsim.group import EngineGroup
     from kvsim.layout import FailReason, RequestStatus
+    from kvsim.placement import KvRouter, KvRouterConfig, PlacedRequest, Placement, PoolInfo, RoundRobin, Route
     from kvsim.policies import Directive, Policy, register_policy
     from kvsim.rank import RankSnapshot, SchedulerRank
     from kvsim.replay.component import EngineComponent
@@ -83,13 +84,18 @@ __all__ = [
     "FixedTiming",
     "IntegrityError",
     "InternalWorkDueError",
+    "KvRouter",
+    "KvRouterConfig",
     "KvsimError",
     "NativeHostOffload",
     "NpzTiming",
+    "PlacedRequest",
+    "Placement",
     "PoisonedError",
     "Policy",
     "PolicyError",
     "PolynomialTiming",
+    "PoolInfo",
     "PoolSpec",
     "RandomParameter",
     "RankIdentity",
@@ -99,6 +105,8 @@ __all__ = [
     "Request",
     "RequestStatus",
     "ReserveDestination",
+    "RoundRobin",
+    "Route",
     "ScalingPolicy",
     "SchedulerRank",
     "SglangConfig",
@@ -140,6 +148,7 @@ _HOMES = {
     ),
     "group": "EngineGroup",
     "layout": "FailReason RequestStatus",
+    "placement": "KvRouter KvRouterConfig PlacedRequest Placement PoolInfo RoundRobin Route",
     "policies": "Directive Policy register_policy",
     "rank": "RankSnapshot SchedulerRank",
     "replay.component": "EngineComponent",

@@ -124,12 +124,7 @@ def runnable_ranks(ranks: Sequence[SchedulerRank]) -> list[int]:
     ready = [i for i, rank in enumerate(ranks) if rank.is_ready() and not rank.waiting_for_external_command()]
     if not any(ranks[i].prefill_countdown for i in ready):
         return ready
-    return [i for i in ready if not _only_counts(ranks[i])] or ready
-
-
-def _only_counts(rank: SchedulerRank) -> bool:
-    metrics = rank.metrics()
-    return rank.prefill_countdown > 0 and metrics.running_requests + metrics.waiting_requests == 0
+    return [i for i in ready if not ranks[i].is_empty()] or ready
 
 
 def execute_ranks(

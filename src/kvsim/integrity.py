@@ -89,7 +89,13 @@ def _check_request(row: Any, slot: int, config: Any) -> None:
     _same(f"{name}: capacity", row["capacity"], row["n_blocks"] * size)
     _same(f"{name}: generated", row["generated"], row["length"] - row["num_input"])
     _same(f"{name}: next_seal", row["next_seal"], (row["computed"] // size + 1) * size)
-    if row["status"] != _RUNNING:
+    if row["status"] == _HELD_SOURCE:
+        _require(row["length"] >= row["limit"], f"{name} is held as a source but is not complete")
+    elif row["status"] == _HELD_DESTINATION or row["flags"] & _MATERIALISED:
+        _same(f"{name}: blocks of a destination", row["n_blocks"], -(-int(row["num_input"]) // int(size)))
+        _same(f"{name}: allocated", row["allocated"], row["num_input"])
+        _same(f"{name}: computed", row["computed"], row["num_input"] if row["flags"] & _MATERIALISED else 0)
+    elif row["status"] != _RUNNING:
         _same(f"{name}: blocks of a waiting request", row["n_blocks"], 0)
 
 
@@ -171,6 +177,8 @@ def _check_handoffs(state: Any, config: Any, header: Any, requests: Any, prebuil
     role = halves["role"]
     _require(((role != _Role.NONE) == ((flags & _HANDOFF) != 0)).all(), "a half of a handoff has no role")
     _require((status[role != _Role.NONE] != 0).all(), "an unused request row is half of a handoff")
+    unused = halves[role == _Role.NONE]
+    _require((unused == np.zeros(1, halves.dtype)).all(), "an unused row of `handoffs` is not empty")
     for fixed, wanted in (
         (_Role.SOURCE_HELD, _HELD_SOURCE),
         (_Role.DESTINATION_PENDING, _PENDING_DESTINATION),
@@ -189,6 +197,8 @@ def _check_handoffs(state: Any, config: Any, header: Any, requests: Any, prebuil
     _same("pending destinations", sorted(pending), np.flatnonzero(role == _Role.DESTINATION_PENDING).tolist())
     if config["engine"] == _RADIX:
         _same("prebuilt requests", sorted(prebuilt), np.flatnonzero(materialised).tolist())
+    _require((np.diff(requests["waiting_order"][pending]) > 0).all(), "pending destinations are out of order")
+    _require((halves["attempted"][pending[1:]] == -1).all(), "a pending destination was tried before it came first")
     _require((halves["attempted"] <= header["capacity_generation"]).all(), "an attempt of a later capacity generation")
     for name, members in (
         ("num_held_sources", role == _Role.SOURCE_HELD),

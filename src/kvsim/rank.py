@@ -477,7 +477,7 @@ class SchedulerRank:
             if kind in _WITHDRAWS:
                 self._suppress(effects, pending, number, False)
         else:
-            raise CommandError(f"command: expected a Command, got {command!r}")
+            raise CommandError(f"command: expected a Command, got {type(command).__name__} {command!r}")
         if not context.pass_in_flight:
             effects.kv_events = self._drain_events()
         effects.metrics = self.metrics()
@@ -726,8 +726,13 @@ class SchedulerRank:
         return InternalEffects(kv_events=self._drain_events())
 
     def is_ready(self) -> bool:
-        """Whether a pass may be executed: the rank owns something, or prefill still has to wait for its interval."""
-        return self._poison is None and not self._idle()
+        """Whether a pass could have work: a request waits or runs.
+
+        SGLang is ready as long as it owns anything at all, halves of handoffs
+        included, and while prefill has to wait for its interval: ask
+        `waiting_for_external_command`, too, before executing passes in a row.
+        """
+        return self._poison is None and not (self._idle() if self._radix else self._state.empty())
 
     def is_empty(self) -> bool:
         """Whether no request waits or runs; halves of handoffs that only a command moves do not count."""
@@ -784,6 +789,14 @@ class SchedulerRank:
         rows = self._state.signals()
         self._state.release_contents(rows["slot"])
         return self._build_output(rows[0])
+
+    def unblock(self) -> bool:
+        """Let a request whose prompt came with a handoff pass a queue head that waits for its blocks.
+
+        For drivers, when nothing else can happen; until then a later handoff
+        may still free the head. False if that is not what blocks the rank.
+        """
+        return self._state.unblock()
 
     # ------------------------------------------------------------ looking in
 

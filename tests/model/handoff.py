@@ -42,8 +42,6 @@ from kvsim.contract import (
 )
 from kvsim.errors import CommandError
 
-SOURCE, DESTINATION = "source", "destination"
-
 
 @dataclass(eq=False)
 class Pending:
@@ -95,6 +93,18 @@ class Handoffs:
         """The handoff a live request is the source of."""
         return next((key for key, value in self.registered.items() if value == request_id), None)
 
+    def request_of_source(self, handoff_id: int) -> int | None:
+        if handoff_id in self.held:
+            request_id: int = self.held[handoff_id].request_id
+            return request_id
+        return self.registered.get(handoff_id)
+
+    def request_of_destination(self, handoff_id: int) -> int | None:
+        found = [entry.request.request_id for entry in self.pending if entry.handoff_id == handoff_id]
+        if handoff_id in self.reserved:
+            found.append(self.reserved[handoff_id].request.request_id)
+        return found[0] if found else self.active.get(handoff_id)
+
     def is_active(self, request_id: int) -> bool:
         """Whether a live request came in as a destination."""
         return request_id in self.active.values()
@@ -144,9 +154,6 @@ class HandoffRank:
     #: live requests by id: those in queues or running
     requests: dict[int, Any]
     last_pass_effect_free: bool
-
-    #: (half, handoff id) -> request id, kept only to know whose outputs a cancel withdraws (section 6)
-    tracked: dict[tuple[str, int], int]
 
     # ------------------------------------------------------------ what an engine does
 
@@ -216,10 +223,6 @@ class HandoffRank:
         suppressed = False
         if target is not None and pending is not None and (discard or not isinstance(result, Noop)):
             suppressed = withdraw(pending, target)
-        if suppressed or not isinstance(result, Noop):
-            self._track(command)
-        for request_id in retired:
-            self._untrack(request_id)
         if not isinstance(result, Noop):
             self.last_pass_effect_free = False
         return CommandEffects(
@@ -232,29 +235,17 @@ class HandoffRank:
         )
 
     def _suppression_target(self, command: Command) -> tuple[int | None, bool]:
-        """(request whose pending outputs the command withdraws, even if the command is a Noop)."""
+        """(request whose pending outputs the command withdraws, even if the command is a Noop).
+
+        Section 6 keeps a map for it, which knows no more than the tables do.
+        """
         if isinstance(command, CancelRequest):
             return id_to_int(command.request_id), command.discard_pending_output
-        if isinstance(command, (CancelSource, CancelDestination)):
-            half = SOURCE if isinstance(command, CancelSource) else DESTINATION
-            return self.tracked.get((half, handoff_id_of(command))), False
+        if isinstance(command, CancelSource):
+            return self.handoffs.request_of_source(handoff_id_of(command)), False
+        if isinstance(command, CancelDestination):
+            return self.handoffs.request_of_destination(handoff_id_of(command)), False
         return None, False
-
-    def _track(self, command: Command) -> None:
-        if isinstance(command, SubmitHandoffPrefill):
-            self.tracked[SOURCE, handoff_id_of(command)] = id_to_int(command.request.request_id)
-        elif isinstance(command, ReserveDestination):
-            self.tracked[DESTINATION, handoff_id_of(command)] = id_to_int(command.request.request_id)
-        elif isinstance(command, (ReleaseSource, CancelSource)):
-            self.tracked.pop((SOURCE, handoff_id_of(command)), None)
-        elif isinstance(command, CancelDestination):
-            self.tracked.pop((DESTINATION, handoff_id_of(command)), None)
-        elif isinstance(command, CancelRequest):
-            self._untrack(id_to_int(command.request_id))
-
-    def _untrack(self, request_id: int) -> None:
-        for key in [key for key, value in self.tracked.items() if value == request_id]:
-            del self.tracked[key]
 
     def _apply(self, command: Command) -> tuple[Any, tuple[int, ...], str]:
         """(result, retired requests, when pending destinations are retried)."""
@@ -414,9 +405,6 @@ class HandoffRank:
         effects.metrics = self._completion_metrics()
         duration = max(0.0, end_ms - pending.started_at_ms)
         effects.forward_pass_metrics = effects.forward_pass_metrics._replace(duration_ms=duration)
-        for output in effects.outputs:
-            if output.completed:
-                self._untrack(output.request_id)
         return effects
 
     def complete_idle_group_pass(self, start_ms: float, end_ms: float) -> PassCompletionEffects:
@@ -438,6 +426,9 @@ class HandoffRank:
 
     def is_drained(self) -> bool:
         return self.is_empty() and not self.handoffs
+
+    def is_ready(self) -> bool:
+        return not self.is_empty()
 
     def waiting_for_external_command(self) -> bool:
         return self.is_empty() and bool(self.handoffs)

@@ -191,7 +191,6 @@ class PagedModel(HandoffRank):
         self.event_buffer: list[KvEvent] = []
         self.last_pass_effect_free = False
         self.handoffs = Handoffs()
-        self.tracked: dict[tuple[str, int], int] = {}
         #: circumstances of the command that is being applied
         self.command: CommandContext | None = None
         #: what happened to handoffs in the pass that is being formed
@@ -559,12 +558,6 @@ class PagedModel(HandoffRank):
             if verdict == "reject":
                 self._reject(request, work)
                 continue
-            if verdict == "wait" and not (self.running or self.handoffs.held or self.handoffs.reserved):
-                # What it waits for is owned by somebody further back whose prompt came with a handoff.
-                ready = [other for other in self.waiting if self._is_materialised(other)]
-                if not ready:
-                    break
-                request, verdict, cost = ready[0], "admit", self._prefix_cost(ready[0])
             if verdict == "wait" or self._schedule(request, work, cost) != "scheduled":
                 break
             if work.budget == 0 and work.scheduled[request.request_id].total_tokens == 0:
@@ -1121,14 +1114,30 @@ class PagedModel(HandoffRank):
             return head.request_id, "outgrew the pool"
         if max(self._blocks(head.length), head.wants_blocks) > self.config.num_gpu_blocks:
             return head.request_id, "outgrew the pool"
-        if self.handoffs.pending or self.handoffs.held or self.handoffs.reserved:
-            # It may be blocked by what a command will end.
+        materialised = any(self._is_materialised(other) for other in self.waiting)
+        if self.handoffs.pending or self.handoffs.held or self.handoffs.reserved or materialised:
+            # It may be blocked by what a command will end, or by somebody who may pass it.
             return None
         limit = self.config.max_num_batched_tokens
         uncached = head.num_input - min(head.num_input, self._prefix_cost(head).cached_tokens)
         if not self.config.enable_chunked_prefill and limit is not None and uncached > limit:
             return head.request_id, "budget too small"
         return None
+
+    def unblock(self) -> bool:
+        """Let a request whose prompt came with a handoff pass a head that waits for its blocks.
+
+        For a driver to which nothing else can happen: a later handoff may still free the head.
+        """
+        ready = [other for other in self.waiting if self._is_materialised(other)]
+        if self.running or self.handoffs.pending or not self.last_pass_effect_free or not ready:
+            return False
+        if ready[0] is self.waiting[0]:
+            return False
+        self.waiting.remove(ready[0])
+        self.waiting.insert(0, ready[0])
+        self.last_pass_effect_free = False
+        return True
 
     def fail_head(self, now_ms: float) -> Output:
         """Remove the stuck head; the signal that ends it."""

@@ -163,7 +163,6 @@ class SglangModel(HandoffRank):
         #: activated destinations, until a pass promotes them into `running`
         self.prebuilt: list[Live] = []
         self.handoffs = Handoffs()
-        self.tracked: dict[tuple[str, int], int] = {}
         #: what happened to handoffs in the pass that is being formed
         self.lifecycle: list[Any] = []
         self.init_ratio = RATIO_OF_CONSERVATIVENESS * self.options.schedule_conservativeness
@@ -657,11 +656,18 @@ class SglangModel(HandoffRank):
             sglang_cache_hit_tokens=self.hit_tokens, sglang_cache_total_tokens=self.cache_total_tokens
         )
 
+    def is_drained(self) -> bool:
+        return super().is_drained() and self.countdown == 0
+
     def is_ready(self) -> bool:
         return not self.is_drained()
 
-    def is_drained(self) -> bool:
-        return super().is_drained() and self.countdown == 0
+    def unblock(self) -> bool:
+        """Activated destinations have a queue of their own, ahead of all others: nobody is in their way."""
+        return False
+
+    def waiting_for_external_command(self) -> bool:
+        return super().waiting_for_external_command() and self.countdown == 0
 
     def _active_blocks(self) -> int:
         return ceil_div(self.total_tokens - self.kv.available + self._page_slack(), self.page_size)
@@ -703,7 +709,11 @@ class SglangModel(HandoffRank):
     def _exhausted(self) -> bool:
         """The last pass did nothing and the next would be the same."""
         final = (SameTimestampRetry.EXHAUSTED, SameTimestampRetry.NOT_APPLICABLE)
-        return self.last_pass_effect_free and self.last_hint in final
+        if not self.last_pass_effect_free or self.last_hint not in final:
+            return False
+        # A pending destination that may fit now is tried before the next pass.
+        pending = self.handoffs.pending
+        return not pending or pending[0].last_attempt == self.handoffs.generation
 
     def _hopeless(self) -> bool:
         """Passes at this instant could only wear down the ratio, and longer than anyone would wait.

@@ -117,8 +117,8 @@ class Worker:
     end_ms: float = math.inf
     #: pass of each rank while it is in flight; None for a rank that only waits for the barrier
     pending: list[Any] = field(default_factory=list)
-    #: actions for later, while a pass is in flight
-    deferred: list[tuple[Job, int, str]] = field(default_factory=list)
+    #: (rank, action) for later, while a pass is in flight
+    deferred: list[tuple[int, tuple[Job, int, str]]] = field(default_factory=list)
 
     @property
     def busy(self) -> bool:
@@ -190,19 +190,22 @@ class System:
         *,
         concurrency: int | None = None,
         speedup: float = 1.0,
+        scale_think_times: bool = True,
         max_sim_time_ms: float = math.inf,
         handoff_latency_ms: float = 0.0,
         tokenization: dict[str, Any] | None = None,
         check: bool = False,
     ) -> None:
         self.workload = workload
-        self.driver = ArrivalDriver(workload, concurrency, speedup)
+        self.driver = ArrivalDriver(workload, concurrency, speedup, scale_think_times)
         self.pools = {name: Pool(name, *values) for name, values in pools.items()}
         self.disaggregated = PREFILL in pools
         self.source_first = self.disaggregated and pools[PREFILL][0].backend != "sglang"
         self.max_sim_time_ms = max_sim_time_ms
         self.handoff_latency_ms = handoff_latency_ms
-        self.tokenizers = None if tokenization is None else TokenizationPool(**tokenization)
+        #: a pool that costs nothing is none
+        costs = tokenization is not None and any(tokenization.get(key) for key in ("base_ms", "per_input_token_ms"))
+        self.tokenizers = TokenizationPool(**tokenization) if costs else None
         self.check = check
         self.now = 0.0
         self.inside = 0
@@ -272,13 +275,9 @@ class System:
             changed |= self.complete_due_transfers()
             changed |= self.leave_front()
             changed |= self.carry_out_actions()
-            if self.disaggregated:
-                changed |= self.drive(PREFILL)
-                changed |= self.drive(DECODE)
-                changed |= self.release_arrivals()
-            else:
-                changed |= self.release_arrivals()
-                changed |= self.drive(AGGREGATED)
+            changed |= self.release_arrivals()
+            for pool in self.pools:
+                changed |= self.drive(pool)
             if not changed:
                 return
 
@@ -288,7 +287,8 @@ class System:
         due = [worker for pool in self.pools.values() for worker in pool.workers if worker.end_ms <= self.now]
         for worker in due:
             worker.end_ms = math.inf
-            self.actions += worker.deferred
+            # rank by rank, each in its order
+            self.actions += [action for _, action in sorted(worker.deferred, key=lambda entry: entry[0])]
             worker.deferred = []
             passes, worker.pending = worker.pending, []
             for dp_rank, pending in enumerate(passes):
@@ -381,13 +381,13 @@ class System:
             return True
         ran = [(rank, outcome) for rank, outcome in zip(worker.ranks, outcomes, strict=True) if outcome is not None]
         effect = any(not rank.last_pass_effect_free for rank, _ in ran)
-        again = any(outcome.same_timestamp_retry in TRY_AGAIN for _, outcome in ran)
         for dp_rank, outcome in enumerate(outcomes):
             rank = worker.ranks[dp_rank]
             if outcome is not None:
                 self.show(worker, dp_rank, rank.complete_pass(outcome.pending, self.now))
             elif effect:
                 self.show(worker, dp_rank, rank.complete_idle_group_pass(self.now, self.now))
+        again = any(outcome.same_timestamp_retry in TRY_AGAIN for _, outcome in ran)
         return effect or again or self.end_stuck(worker)
 
     def share_interval(self, worker: Worker, outcomes: list[Any]) -> None:
@@ -564,7 +564,7 @@ class System:
         try:
             effects = self.command(worker, dp_rank, ReserveDestination(job.handoff_id, job.request))
         except CommandError:
-            job.record.decode_worker = None
+            job.destination = job.record.decode_worker = None
             self.end(job, "failed")
             self.ask(job, job.coordinator.outcome(number, "FAILED"))
             return
@@ -575,10 +575,13 @@ class System:
         """A command for a half that is placed; it waits while the worker has a pass in flight."""
         assert job.coordinator is not None
         owner = job.destination if name in ("ACTIVATE_DESTINATION", "CANCEL_DESTINATION") else job.source
-        assert owner is not None
+        if owner is None:
+            # The half was refused: there is nothing to clean, and nobody to wait for.
+            self.ask(job, job.coordinator.outcome(number, "NOOP"))
+            return
         worker, dp_rank = owner
         if worker.busy:
-            worker.deferred.append((job, number, name))
+            worker.deferred.append((dp_rank, (job, number, name)))
             return
         command = {
             "ACTIVATE_DESTINATION": ActivateDestination,
@@ -612,6 +615,10 @@ class System:
     # ------------------------------------------------------------ liveness
 
     def end_one_stuck(self) -> bool:
+        """Nothing is to come: let a request past another that waits for it, else end one."""
+        ranks = [rank for pool in self.pools.values() for worker in pool.workers for rank in worker.ranks]
+        if any(isinstance(rank, PagedModel) and rank.unblock() for rank in ranks):
+            return True
         return any(self.end_stuck(worker) for pool in self.pools.values() for worker in pool.workers)
 
     def end_stuck(self, worker: Worker) -> bool:

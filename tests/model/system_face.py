@@ -10,7 +10,7 @@ import numpy as np
 
 from kvsim.config import EngineConfig, parse_config
 from kvsim.report.summary import distribution
-from kvsim.workload import workload_from_requests, workload_from_traffic
+from kvsim.workload import read_mooncake, workload_from_requests, workload_from_traffic
 from model.system import AGGREGATED, DECODE, PREFILL, Record, System
 
 
@@ -19,7 +19,7 @@ def run_replay_json(text: str) -> str:
 
 
 def run_replay_with_artifacts_json(text: str) -> str:
-    return json.dumps({"report": report_of(json.loads(text)), "artifacts": None})
+    return json.dumps({"report": report_of(json.loads(text))})
 
 
 def pool_of(engine: dict[str, Any], workers: dict[str, Any], role: str) -> tuple[EngineConfig, int, int]:
@@ -56,10 +56,50 @@ def build(payload: dict[str, Any], *, check: bool = False) -> System:
     )
 
 
+class TraceReport:
+    """What the second peer's `run_trace_replay` returns, as far as round robin goes."""
+
+    telemetry = None
+
+    def __init__(self, system: System, sla: dict[str, float]) -> None:
+        self.summary = summary(system, sla)
+        self.per_request = [row(system, record, None) for record in system.records.values() if record.status is not None]
+
+
+def run_trace_replay(path: str, **options: Any) -> TraceReport:
+    """Round robin over the trace; options of the second peer."""
+    assert options.get("router_mode", "round_robin") == "round_robin"
+    assert "scaling_policy" not in options
+    assert "telemetry_options" not in options
+    if "prefill_engine_args" in options:
+        pools = {
+            name: engine_of(options[f"{name}_engine_args"], options.get(f"num_{name}_workers", 1), name)
+            for name in (PREFILL, DECODE)
+        }
+    else:
+        pools = {AGGREGATED: engine_of(options["extra_engine_args"], options.get("num_workers", 1), "aggregated")}
+    concurrency = options.get("replay_concurrency")
+    limit = options.get("max_sim_time_ms")
+    system = System(
+        read_mooncake(path, block_size=options.get("trace_block_size") or 512),
+        pools,
+        concurrency=concurrency,
+        speedup=options.get("arrival_speedup_ratio", 1.0),
+        scale_think_times=concurrency is None,
+        max_sim_time_ms=float("inf") if limit is None else limit,
+    ).run()
+    return TraceReport(system, {key.removeprefix("sla_"): options[key] for key in options if key.startswith("sla_")})
+
+
+def engine_of(arguments: dict[str, Any], workers: int, role: str) -> tuple[EngineConfig, int, int]:
+    config = parse_config(arguments["engine"]).replace(worker_type=role)
+    return config, workers, arguments.get("dp_size", 1)
+
+
 def report_of(payload: dict[str, Any]) -> dict[str, Any]:
     system = build(payload).run()
     spec = payload["spec"]
-    report = summary(system, spec.get("sla") or {}, spec)
+    report = summary(system, spec.get("sla") or {})
     if spec.get("record_per_request"):
         named = None if payload.get("traffic") else system.workload.request_names
         report["per_request"] = [
@@ -67,6 +107,13 @@ def report_of(payload: dict[str, Any]) -> dict[str, Any]:
         ]
     report["stuck"] = bool(system.stalled)
     return report
+
+
+def shown_session(system: System, session: int) -> bool:
+    """Whether a report names the session of a request; an open loop does not name single rows of a trace."""
+    names = system.workload.session_names
+    name = None if names is None or session < 0 else names[session]
+    return name is not None and (system.driver.concurrency is not None or not name.startswith("request_"))
 
 
 def first(values: Any) -> Any:
@@ -92,6 +139,7 @@ def row(system: System, record: Record, names: list[str] | None) -> dict[str, An
     by_pool = {pool: [reused for name, _, reused in record.admissions if name == pool] for pool in seen}
     preferred = by_pool.get(PREFILL) or [reused for _, _, reused in record.admissions]
     return {
+        "turn_index": int(spec["turn"]) if shown_session(system, int(spec["session"])) and spec["turn"] >= 0 else None,
         "uuid": str(uuid.UUID(int=(int(spec["id_hi"]) << 64) | int(spec["id_lo"]))),
         "request_id": None if names is None else names[record.row],
         "arrival_time_ms": record.arrival_ms,
@@ -135,7 +183,7 @@ def row(system: System, record: Record, names: list[str] | None) -> dict[str, An
     }
 
 
-def summary(system: System, sla: dict[str, float], spec: dict[str, Any]) -> dict[str, Any]:
+def summary(system: System, sla: dict[str, float]) -> dict[str, Any]:
     done = [r for r in system.records.values() if r.status == "completed" and r.first_admit_ms is not None]
     inputs, outputs = sum(r.input_tokens for r in done), sum(len(r.token_times) for r in done)
     duration_ms = max((r.terminal_ms or 0.0 for r in done), default=0.0)

@@ -34,7 +34,7 @@ from kvsim._core.engine cimport (
     engine_active, engine_drained, engine_emit, engine_empty, engine_events_shown, engine_fail_stuck,
     engine_register_source,
     engine_reserve, engine_reserve_error, engine_retries, engine_retry, engine_schedule, engine_stuck, engine_submit,
-    engine_visible_events, engine_waiting,
+    engine_unblock, engine_visible_events, engine_waiting,
 )
 from kvsim._core.signals cimport progressed
 from kvsim._core.state cimport RankState
@@ -1524,11 +1524,20 @@ cdef class Fleet:
         return self.next_event()
 
     def fail_stuck(self):
-        """End one head that its policy never admits; false if there is none. For when nothing else can happen."""
+        """Unblock one rank; false if none is blocked. For when nothing else can happen.
+
+        A request whose prompt came with a handoff passes the head that waits for
+        its blocks; if there is none, a head that its policy never admits ends.
+        """
         cdef int64_t needed
         cdef int64_t rank
         cdef int64_t w
         cdef int32_t slot
+        for rank in range(self.num_ranks):
+            w = self.rank_workers[rank]
+            if self.workers[w].live and not self.workers[w].busy and engine_unblock(self.ranks[rank]):
+                self.queue(w)
+                return True
         for rank in range(self.num_ranks):
             w = self.rank_workers[rank]
             if (self.workers[w].live and not self.workers[w].busy

@@ -8,7 +8,7 @@ from kvsim._core.handoff cimport (
 )
 from kvsim._core.paged_pass cimport (
     paged_activate, paged_cancel, paged_emit, paged_free, paged_misfit, paged_open, paged_reserve, paged_schedule,
-    paged_settle, paged_stuck,
+    paged_settle, paged_stuck, paged_unblock,
 )
 from kvsim._core.pool cimport pool_active
 from kvsim._core.radix_legacy cimport legacy_activate, legacy_emit, legacy_reserve, legacy_schedule, legacy_settle
@@ -59,6 +59,7 @@ cdef inline void engine_register_source(rank_t* r, int32_t slot, uint64_t hi, ui
 
 cdef inline bint engine_release_source(rank_t* r, int32_t slot) noexcept nogil:
     """The source need not be held (any longer); true if its row is gone."""
+    r.header.effect_free = 0
     if r.handoffs[slot].role == SOURCE_REGISTERED:
         source_forget(r, slot)
         return False
@@ -69,7 +70,6 @@ cdef inline bint engine_release_source(rank_t* r, int32_t slot) noexcept nogil:
     else:
         paged_free(r, slot)
     r.header.capacity_generation += 1
-    r.header.effect_free = 0
     row_release(r, slot)
     return True
 
@@ -237,6 +237,11 @@ cdef inline int engine_fail_stuck(rank_t* r) noexcept nogil:
     signal(r, slot, COMPLETED | (FAILED if ran else REJECTED), reason, needed)
     engine_cancel(r, slot)
     return reason
+
+
+cdef inline bint engine_unblock(rank_t* r) noexcept nogil:
+    """For a rank to which nothing else can happen: let somebody pass the head that waits for the other's blocks."""
+    return r.config.engine != RADIX and paged_unblock(r)
 
 
 cdef inline int64_t engine_active(const rank_t* r) noexcept nogil:

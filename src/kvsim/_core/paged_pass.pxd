@@ -12,6 +12,7 @@ cdef int paged_schedule(rank_t* r, double now_ms) noexcept nogil
 cdef void paged_emit(rank_t* r) noexcept nogil
 cdef void paged_settle(rank_t* r) noexcept nogil
 cdef int paged_stuck(const rank_t* r, int32_t* slot, int64_t* needed) noexcept nogil
+cdef bint paged_unblock(rank_t* r) noexcept nogil
 cdef int64_t paged_reserve(rank_t* r, int32_t slot) noexcept nogil
 cdef void paged_activate(rank_t* r, int32_t slot) noexcept nogil
 cdef void paged_free(rank_t* r, int32_t slot) noexcept nogil

@@ -21,7 +21,7 @@ from kvsim._core.rng cimport rng_accept
 from kvsim._core.signals cimport count_pass, emit_token, pass_open, pressure, rejected_last, signal
 from kvsim._core.timing cimport timing_decode, timing_prefill
 from kvsim._core.types cimport (
-    ASK_VICTIM, BUDGET_TOO_SMALL, BY_SCORE, COMPLETED, DECODE, MATERIALISED, MODEL_LENGTH, NEWEST, NOT_ADMITTED,
+    ASK_VICTIM, BUDGET_TOO_SMALL, BY_SCORE, COMPLETED, CROWDED, DECODE, MATERIALISED, MODEL_LENGTH, NEWEST, NOT_ADMITTED,
     NO_REASON, NO_SLOT, OUTGREW_POOL, OUTGROWN, PASS_FAILED, PASS_OK, POOL_TOO_SMALL, PREEMPTED, PREFILL, REJECTED,
     RUNNING, SCORED, SIGNALLED, TO_COMPLETION, WAITING, admission_t, config_t, content_t, header_t, likely, pass_t,
     prefetch, pressure_t, rank_t, request_t, unlikely,
@@ -168,6 +168,16 @@ cdef int paged_misfit(const rank_t* r, int64_t num_input, int64_t max_output, in
 
 # ---------------------------------------------------------------- preemption
 
+cdef inline int64_t burst_of(const rank_t* r, const request_t* q) noexcept nogil:
+    """Most tokens a ready request may emit in this pass."""
+    cdef int64_t most = 1
+    if r.config.worker != PREFILL:
+        most += r.config.nextn if r.config.always_draft else q.sched_drafts
+    if most > q.limit - q.length:
+        most = q.limit - q.length
+    return most
+
+
 cdef inline int64_t pick_victim(rank_t* r, int32_t slot) noexcept nogil:
     """Index in `running` of the request to preempt, -1 if there is none, -2 if the policy failed."""
     cdef int32_t victim
@@ -234,16 +244,22 @@ cdef void preempt_for_sample(rank_t* r, int64_t index) noexcept nogil:
     """Preempt a running request because a sample finds no block; what it computed in this pass stays counted.
 
     Had it the whole pool to itself and still the pool is too small for what it
-    emits when it comes back, then coming back would end here again.
+    emits when it comes back, then coming back would end here again. If handoffs
+    hold the rest and no time passes, it would do so for ever at this instant;
+    for ever even if time passes, if who holds it waits further back.
     """
     cdef int32_t slot = r.running[index]
     cdef request_t* q = &r.requests[slot]
     q.stamp = -1
     preempt(r, index)
     # Preempted, it has no drafts but those that every pass makes.
-    if (r.header.num_running == 0 and pool_active(r) == 0
-            and blocks_of(r, q.length + burst_of(r, q)) > r.config.num_blocks):
-        q.flags |= OUTGROWN
+    if r.header.num_running > 0:
+        return
+    if pool_active(r) == 0:
+        if blocks_of(r, q.length + burst_of(r, q)) > r.config.num_blocks:
+            q.flags |= OUTGROWN
+    elif r.p.prefill_ms + r.p.decode_ms == 0.0 or r.header.num_held_destinations + r.header.num_materialised > 0:
+        q.flags |= CROWDED
 
 
 # ---------------------------------------------------------------- scheduling one request
@@ -396,6 +412,11 @@ cdef void reject(rank_t* r, int32_t slot, int32_t reason, int64_t needed) noexce
     r.p.completed += 1
 
 
+cdef inline int64_t known_blocks(const rank_t* r, const request_t* q) noexcept nogil:
+    """Blocks that a request must find to enter."""
+    return blocks_of(r, q.length + burst_of(r, q) if unlikely(q.flags & CROWDED) else q.length)
+
+
 cdef inline int64_t uncommitted_blocks(const rank_t* r) noexcept nogil:
     """Blocks not in use and not reserved for outputs of what runs or came with a handoff (spec/vllm.md section 11)."""
     return (r.config.num_blocks - pool_active(r) - (r.header.running_completion - r.header.running_blocks)
@@ -423,7 +444,7 @@ cdef int gate(rank_t* r, int32_t slot, int64_t active_hits, int64_t* needed) noe
             return REJECT
         available = uncommitted_blocks(r)
     else:
-        needed[0] = blocks_of(r, q.length)
+        needed[0] = known_blocks(r, q)
         if needed[0] > c.num_blocks and q.status == WAITING:
             return REJECT
         available = c.num_blocks - pool_active(r)
@@ -436,8 +457,7 @@ cdef int schedule_waiting(rank_t* r) noexcept nogil:
     """Admissions in queue order; a blocked head blocks all behind it (spec/vllm.md section 4.3).
 
     A destination without capacity has a claim to what becomes free: while there
-    is one, only requests that own their blocks already may enter. They also
-    pass a blocked head if nobody else owns anything: it is them it waits for.
+    is one, only requests that own their blocks already may enter.
     """
     cdef pass_t* p = &r.p
     cdef header_t* h = r.header
@@ -475,10 +495,7 @@ cdef int schedule_waiting(rank_t* r) noexcept nogil:
                 reject(r, slot, POOL_TOO_SMALL, needed)
                 continue
             if decision == WAIT:
-                if likely(h.num_materialised == 0) or h.num_running + h.num_held_destinations + h.num_held_sources > 0:
-                    break
-                slot = first_materialised(r)
-                cached = 0
+                break
         result = schedule(r, slot, True, cached)
         h = r.header
         c = r.config
@@ -487,8 +504,10 @@ cdef int schedule_waiting(rank_t* r) noexcept nogil:
         if result != SCHEDULED:
             break
         waiting_remove(r, slot)
-        if unlikely(r.requests[slot].flags & MATERIALISED):
-            materialised_leave(r, slot)
+        if unlikely(r.requests[slot].flags & (MATERIALISED | CROWDED)):
+            if r.requests[slot].flags & MATERIALISED:
+                materialised_leave(r, slot)
+            r.requests[slot].flags &= <unsigned char>~CROWDED
         running_append(r, slot)
         a = &r.admissions[r.num_admissions]
         r.num_admissions += 1
@@ -528,16 +547,6 @@ cdef void collect_ready(rank_t* r) noexcept nogil:
         ended = True
     if ended:
         sweep(r)
-
-
-cdef inline int64_t burst_of(const rank_t* r, const request_t* q) noexcept nogil:
-    """Most tokens a ready request may emit in this pass."""
-    cdef int64_t most = 1
-    if r.config.worker != PREFILL:
-        most += r.config.nextn if r.config.always_draft else q.sched_drafts
-    if most > q.limit - q.length:
-        most = q.limit - q.length
-    return most
 
 
 cdef int reserve_bursts(rank_t* r) noexcept nogil:
@@ -764,15 +773,35 @@ cdef int paged_stuck(const rank_t* r, int32_t* slot, int64_t* needed) noexcept n
     if slot[0] == NO_SLOT:
         return NO_REASON
     q = &r.requests[slot[0]]
-    needed[0] = blocks_of(r, q.length)
+    needed[0] = known_blocks(r, q)
     if q.flags & OUTGROWN and needed[0] <= c.num_blocks:
         needed[0] = c.num_blocks + 1
     if needed[0] > c.num_blocks:
         return OUTGREW_POOL
+    # Blocks of a handoff come back, and a destination without capacity gets some, when a command says so; blocks
+    # of somebody further back, when `paged_unblock` lets it pass.
+    if (r.header.num_pending + r.header.num_held_destinations + r.header.num_held_sources
+            + r.header.num_materialised > 0):
+        return NO_REASON
     if not c.chunked and q.num_input > c.budget:
         needed[0] = q.num_input
         return BUDGET_TOO_SMALL
-    # Blocks of a handoff come back, and a destination without capacity gets some, when a command says so.
-    if r.header.num_pending + r.header.num_held_destinations + r.header.num_held_sources > 0:
-        return NO_REASON
     return NOT_ADMITTED
+
+
+cdef bint paged_unblock(rank_t* r) noexcept nogil:
+    """Let the first request whose prompt came with a handoff pass a head that waits for its blocks.
+
+    For when nothing else can happen: a later handoff could still free the head.
+    """
+    cdef header_t* h = r.header
+    cdef int32_t slot
+    if not h.effect_free or h.num_running > 0 or h.num_pending > 0 or h.num_materialised == 0:
+        return False
+    slot = first_materialised(r)
+    if slot == h.waiting_head:
+        return False
+    waiting_remove(r, slot)
+    waiting_link(r, slot, h.waiting_head)
+    h.effect_free = False
+    return True

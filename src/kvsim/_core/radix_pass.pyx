@@ -227,6 +227,7 @@ cdef void radix_cancel(rank_t* r, int32_t slot) noexcept nogil:
     """Drop a live request wherever it is."""
     cdef request_t* q = &r.requests[slot]
     cdef bint prebuilt = q.flags & MATERIALISED != 0
+    r.radix.late_requests -= r.leases[slot].late
     if prebuilt:
         prebuilt_remove(r, slot)
         materialised_leave(r, slot)
@@ -595,12 +596,13 @@ cdef int64_t choose_victim(rank_t* r) noexcept nogil:
     return i
 
 
-cdef void retract(rank_t* r, int64_t index, int64_t growth, double now_ms) noexcept nogil:
-    """Take everything from a running request; it is computed again later (section 7.2)."""
-    cdef header_t* h = r.header
+cdef void retract(rank_t* r, int64_t index, int64_t growth, int64_t live, double now_ms) noexcept nogil:
+    """Take everything from one of the `live` requests that still generate; it is computed again later (section 7.2)."""
     cdef int32_t slot = r.running[index]
     cdef request_t* q = &r.requests[slot]
     cdef pressure_t* e = pressure(r, slot)
+    # Those that are complete have left before.
+    e.running_before = <int32_t>live
     e.waiting_before = -1
     e.active_before = r.config.num_blocks - r.radix.available
     e.request_blocks = q.n_blocks
@@ -613,7 +615,7 @@ cdef void retract(rank_t* r, int64_t index, int64_t growth, double now_ms) noexc
     q.allocated = 0
     q.status = PREEMPTED if q.generated > 0 else WAITING
     q.preemptions += 1
-    e.running_after = <int32_t>h.num_running
+    e.running_after = <int32_t>(live - 1)
     e.waiting_after = -1
     e.active_after = r.config.num_blocks - r.radix.available
 
@@ -642,7 +644,7 @@ cdef int make_memory(rank_t* r, double now_ms) noexcept nogil:
             break
         r.retracted[r.p.num_retracted] = r.running[index]
         r.p.num_retracted += 1
-        retract(r, index, growth, now_ms)
+        retract(r, index, growth, live, now_ms)
         live -= 1
         wanted = LOOK_AHEAD * live - r.radix.available * r.config.block_size
         if wanted > 0:

@@ -1,12 +1,12 @@
 """What a KV router knows of its ranks: blocks present, blocks in use, load; and the cost of each rank.
 
-Rules: replay.md section 6. A rank has a number here, its bit in the words of a row of the table of
-blocks: one row per block hash, two bits per rank, so that one walk over a prompt serves all ranks.
-
-    hash | present: ranks whose cache has the block | tracked: ranks where a live request has it
+Rules: replay.md section 6. A rank has a number here, its bit in the words of a row of two tables of blocks:
+`present`, what the caches hold, and `tracked`, what live requests use. A row is a block hash and the ranks that
+have the block, so that one walk over a prompt serves all ranks. There are two tables because all blocks of a
+request come and go in the second one, which stays small enough for the processor's caches.
 
 Hashes are chained, so a rank that lacks a block of a prompt as tracked lacks the rest too, and what counts
-as overlap are leading blocks anyway: the walk ends at the first block that no rank has.
+as overlap are leading blocks anyway: a walk ends at the first block that no rank has.
 """
 
 cimport cython
@@ -31,7 +31,6 @@ _INT32 = np.dtype(np.int32)
 cdef enum:
     MIN_SHIFT = 54  # a table starts with 2**(64 - MIN_SHIFT) rows
     RANKS_PER_WORD = 64
-    AHEAD = 8  # blocks of a prompt whose rows are fetched ahead: they lie anywhere in memory
 
 cdef enum tracking_t:  # which blocks of a request count as in use
     TRACK_NONE = 0
@@ -67,16 +66,14 @@ cdef inline int64_t count_trailing_zeros(uint64_t word) noexcept nogil:
 
 cdef extern from *:
     int __builtin_ctzll(unsigned long long) noexcept nogil
-    void __builtin_prefetch(const void*) noexcept nogil
 
 
-# ---------------------------------------------------------------- table of blocks
+# ---------------------------------------------------------------- tables of blocks
 
 
 cdef struct blocks_t:  # open addressing, linear probing; a row without a bit is empty, so that every hash is legal
     uint64_t* rows
-    int64_t words   # of the ranks
-    int64_t stride  # words of a row: hash, present, tracked
+    int64_t stride  # words of a row: the hash, and a bit for each rank
     int shift       # 2**(64 - shift) rows
     int64_t used
 
@@ -98,12 +95,6 @@ cdef inline uint64_t* block_find(const blocks_t* t, uint64_t hash) noexcept nogi
         at = (at + 1) & mask
         row = t.rows + at * t.stride
     return row
-
-
-cdef inline void block_prefetch(const blocks_t* t, const uint64_t* hashes, int64_t at, int64_t n) noexcept nogil:
-    """Fetch the row of the block at `at` of a prompt of `n`, if there is one."""
-    if 0 <= at < n:
-        __builtin_prefetch(t.rows + home_of(hashes[at], t.shift) * t.stride)
 
 
 cdef inline void block_set(blocks_t* t, uint64_t* row, uint64_t hash, int64_t word, uint64_t bit) noexcept nogil:
@@ -136,6 +127,63 @@ cdef void block_clear(blocks_t* t, uint64_t* row, int64_t word, uint64_t bit) no
         memcpy(t.rows + hole * t.stride, row, <size_t> t.stride * sizeof(uint64_t))
         memset(row + 1, 0, <size_t> (t.stride - 1) * sizeof(uint64_t))
         hole = at
+
+
+cdef inline void settle_lost(uint64_t lost, int64_t word, int32_t length, int32_t* out) noexcept nogil:
+    """Write `length` for every rank whose bit is in `lost`."""
+    while lost:
+        out[word * RANKS_PER_WORD + count_trailing_zeros(lost)] = length
+        lost &= lost - 1
+
+
+cdef void walk(const blocks_t* t, const uint64_t* hashes, int64_t n, uint64_t* ranks, int32_t* out) noexcept nogil:
+    """Leading blocks of a prompt that each of `ranks` has; the set is used up."""
+    cdef int64_t i, w
+    cdef uint64_t alive
+    cdef const uint64_t* row
+    for i in range(n):
+        row = block_find(t, hashes[i])
+        alive = 0
+        for w in range(t.stride - 1):
+            settle_lost(ranks[w] & ~row[1 + w], w, <int32_t> i, out)
+            ranks[w] &= row[1 + w]
+            alive |= ranks[w]
+        if not alive:
+            return
+    for w in range(t.stride - 1):
+        settle_lost(ranks[w], w, <int32_t> n, out)
+
+
+cdef new_blocks(blocks_t* t, int64_t stride, int shift):
+    """Make `t` an empty table; returns its memory, which the caller keeps alive."""
+    rows = np.zeros((1 << (64 - shift), stride), np.uint64)
+    t.rows = <uint64_t*> address(rows)
+    t.stride = stride
+    t.shift = shift
+    t.used = 0
+    return rows
+
+
+cdef grown(blocks_t* t, rows, int64_t stride, int64_t n):
+    """Move all rows of `t`, whose memory is `rows`, to a table with room for `n` more, of `stride` words.
+
+    It is at most half full with them. Returns its memory.
+    """
+    cdef blocks_t before = t[0]
+    cdef int64_t size = (<int64_t> 1) << (64 - before.shift)
+    cdef int shift = before.shift
+    cdef int64_t i
+    cdef const uint64_t* row
+    while 2 * (before.used + n) > (<int64_t> 1) << (64 - shift):
+        shift -= 1
+    made = new_blocks(t, stride, shift)
+    with nogil:
+        for i in range(size):
+            row = before.rows + i * before.stride
+            if not row_is_empty(row, before.stride):
+                memcpy(block_find(t, row[0]), row, <size_t> before.stride * sizeof(uint64_t))
+                t.used += 1
+    return made
 
 
 # ---------------------------------------------------------------- table of shared blocks
@@ -193,47 +241,7 @@ cdef bint share_take(shares_t* t, uint64_t hash, int32_t rank) noexcept nogil:
         hole = at
 
 
-# ---------------------------------------------------------------- the walk over a prompt
-
-
-cdef inline void settle_lost(uint64_t lost, int64_t word, int32_t length, int32_t* out) noexcept nogil:
-    """Write `length` for every rank whose bit is in `lost`."""
-    while lost:
-        out[word * RANKS_PER_WORD + count_trailing_zeros(lost)] = length
-        lost &= lost - 1
-
-
-cdef void walk(
-    const blocks_t* t,
-    const uint64_t* hashes,
-    int64_t n,
-    uint64_t* present,
-    uint64_t* tracked,
-    int32_t* overlap,
-    int32_t* held,
-) noexcept nogil:
-    """Leading blocks that each rank has in its cache, and in use.
-
-    `present` and `tracked` hold the ranks to look at, and are used up.
-    """
-    cdef int64_t i, w
-    cdef uint64_t alive
-    cdef const uint64_t* row
-    for i in range(n):
-        block_prefetch(t, hashes, i + AHEAD, n)
-        row = block_find(t, hashes[i])
-        alive = 0
-        for w in range(t.words):
-            settle_lost(present[w] & ~row[1 + w], w, <int32_t> i, overlap)
-            settle_lost(tracked[w] & ~row[1 + t.words + w], w, <int32_t> i, held)
-            present[w] &= row[1 + w]
-            tracked[w] &= row[1 + t.words + w]
-            alive |= present[w] | tracked[w]
-        if not alive:
-            return
-    for w in range(t.words):
-        settle_lost(present[w], w, <int32_t> n, overlap)
-        settle_lost(tracked[w], w, <int32_t> n, held)
+# ---------------------------------------------------------------- state
 
 
 @cython.final
@@ -254,13 +262,15 @@ cdef class RouterState:
         Of the cost, see `choose`.
     """
 
-    cdef object blocks_array, shares_array, loads_array, overlap_array, held_array, candidates_array, costs_array
-    cdef object scratch_array
-    cdef blocks_t blocks
+    cdef object present_array, tracked_array, shares_array, loads_array, overlap_array, held_array, scratch_array
+    cdef object candidates_array, costs_array
+    cdef blocks_t present
+    cdef blocks_t tracked
     cdef shares_t shares
     cdef load_t* load_of
     cdef int32_t* overlap_of
     cdef int32_t* held_of
+    cdef uint64_t* scratch  # a set of ranks
     cdef int64_t num_ranks  # numbers ever used
     cdef int64_t num_candidates
     cdef list free
@@ -294,21 +304,13 @@ cdef class RouterState:
         self.num_ranks = 0
         self.num_candidates = 0
         self.free = []
-        self._new_blocks(1, MIN_SHIFT)
+        self.present_array = new_blocks(&self.present, 2, MIN_SHIFT)
+        self.tracked_array = new_blocks(&self.tracked, 2, MIN_SHIFT)
         self._new_shares(MIN_SHIFT)
         self._widen_ranks(RANKS_PER_WORD)
         self.set_candidates(())
 
     # ------------------------------------------------------------ memory
-
-    def _new_blocks(self, words, shift):
-        stride = 1 + 2 * words
-        self.blocks_array = np.zeros((1 << (64 - shift), stride), np.uint64)
-        self.blocks.rows = <uint64_t*> address(self.blocks_array)
-        self.blocks.words = words
-        self.blocks.stride = stride
-        self.blocks.shift = shift
-        self.blocks.used = 0
 
     def _new_shares(self, shift):
         self.shares_array = np.zeros(1 << (64 - shift), layout.ROUTER_SHARE)
@@ -316,41 +318,25 @@ cdef class RouterState:
         self.shares.shift = shift
         self.shares.used = 0
 
-    def _rebuild_blocks(self, words, shift):
-        """Move all rows to a table with more words per row or more rows."""
-        old = self.blocks_array
-        cdef blocks_t before = self.blocks
-        cdef int64_t n = old.shape[0]
-        cdef int64_t i
-        cdef uint64_t* row
-        cdef uint64_t* to
-        self._new_blocks(words, shift)
-        for i in range(n):
-            row = before.rows + i * before.stride
-            if row_is_empty(row, before.stride):
-                continue
-            to = block_find(&self.blocks, row[0])
-            to[0] = row[0]
-            memcpy(to + 1, row + 1, <size_t> before.words * sizeof(uint64_t))
-            memcpy(to + 1 + self.blocks.words, row + 1 + before.words, <size_t> before.words * sizeof(uint64_t))
-            self.blocks.used += 1
+    cdef int make_room_present(self, int64_t n) except -1:
+        """Have room for `n` more rows of `present`, which is at most half full then."""
+        if 2 * (self.present.used + n) > (<int64_t> 1) << (64 - self.present.shift):
+            self.present_array = grown(&self.present, self.present_array, self.present.stride, n)
+        return 0
 
-    cdef int make_room(self, int64_t n) except -1:
-        """Have room for `n` more rows in both tables, at most half full then."""
-        cdef int shift = self.blocks.shift
+    cdef int make_room_tracked(self, int64_t n) except -1:
+        """Have room for `n` more rows of `tracked`, and as many shared ones."""
         cdef share_t* before
-        cdef int64_t i, size
-        while 2 * (self.blocks.used + n) > (<int64_t> 1) << (64 - shift):
-            shift -= 1
-        if shift != self.blocks.shift:
-            self._rebuild_blocks(self.blocks.words, shift)
-        shift = self.shares.shift
+        cdef int64_t i
+        cdef int64_t size = (<int64_t> 1) << (64 - self.shares.shift)
+        cdef int shift = self.shares.shift
+        if 2 * (self.tracked.used + n) > (<int64_t> 1) << (64 - self.tracked.shift):
+            self.tracked_array = grown(&self.tracked, self.tracked_array, self.tracked.stride, n)
         while 2 * (self.shares.used + n) > (<int64_t> 1) << (64 - shift):
             shift -= 1
         if shift != self.shares.shift:
             old = self.shares_array
             before = self.shares.rows
-            size = (<int64_t> 1) << (64 - self.shares.shift)
             self._new_shares(shift)
             for i in range(size):
                 if before[i].extra:
@@ -366,12 +352,15 @@ cdef class RouterState:
         self.loads_array = loads
         self.overlap_array = np.zeros(capacity, np.int32)
         self.held_array = np.zeros(capacity, np.int32)
-        self.scratch_array = np.zeros(2 * (capacity // RANKS_PER_WORD), np.uint64)
+        self.scratch_array = np.zeros(capacity // RANKS_PER_WORD, np.uint64)
         self.load_of = <load_t*> address(self.loads_array)
         self.overlap_of = <int32_t*> address(self.overlap_array)
         self.held_of = <int32_t*> address(self.held_array)
-        if capacity // RANKS_PER_WORD != self.blocks.words:
-            self._rebuild_blocks(capacity // RANKS_PER_WORD, self.blocks.shift)
+        self.scratch = <uint64_t*> address(self.scratch_array)
+        stride = 1 + capacity // RANKS_PER_WORD
+        if stride != self.present.stride:
+            self.present_array = grown(&self.present, self.present_array, stride, 0)
+            self.tracked_array = grown(&self.tracked, self.tracked_array, stride, 0)
 
     # ------------------------------------------------------------ views
 
@@ -404,9 +393,14 @@ cdef class RouterState:
         return self.costs_array
 
     @property
-    def num_blocks(self):
-        """Different blocks that some rank has in its cache or in use."""
-        return self.blocks.used
+    def num_present(self):
+        """Different blocks that some rank has in its cache."""
+        return self.present.used
+
+    @property
+    def num_tracked(self):
+        """Different blocks that some rank has in use."""
+        return self.tracked.used
 
     @property
     def num_shared(self):
@@ -439,15 +433,13 @@ cdef class RouterState:
         cdef int64_t at = self.check_rank(rank)
         cdef int64_t word = 1 + at // RANKS_PER_WORD
         cdef uint64_t bit = (<uint64_t> 1) << (at % RANKS_PER_WORD)
-        cdef int64_t i
         if rank in self.candidates_array:
             raise ValueError(f"rank: {rank} is a candidate")
-        rows = self.blocks_array[:, [word, word + self.blocks.words]]
-        hit = np.flatnonzero((rows & np.uint64(bit)).any(axis=1))
         # Rows move when one goes, so they are looked up again by hash.
-        for hash in self.blocks_array[hit, 0]:
-            self.forget(hash, word, bit)
-            self.forget(hash, word + self.blocks.words, bit)
+        for hash in self.present_array[(self.present_array[:, word] & np.uint64(bit)) != 0, 0]:
+            block_clear(&self.present, block_find(&self.present, hash), word, bit)
+        for hash in self.tracked_array[(self.tracked_array[:, word] & np.uint64(bit)) != 0, 0]:
+            block_clear(&self.tracked, block_find(&self.tracked, hash), word, bit)
         for hash in self.shares_array["hash"][(self.shares_array["extra"] > 0) & (self.shares_array["rank"] == rank)]:
             while share_take(&self.shares, hash, <int32_t> at):
                 pass
@@ -457,12 +449,6 @@ cdef class RouterState:
         self.overlap_array[rank] = self.held_array[rank] = 0
         self.free.append(rank)
         self.free.sort(reverse=True)
-
-    cdef int forget(self, uint64_t hash, int64_t word, uint64_t bit) except -1:
-        cdef uint64_t* row = block_find(&self.blocks, hash)
-        if row[word] & bit:
-            block_clear(&self.blocks, row, word, bit)
-        return 0
 
     cdef int64_t check_rank(self, rank) except -1:
         cdef int64_t at = rank
@@ -513,15 +499,15 @@ cdef class RouterState:
                 raise ValueError(f"events[{i}]: its blocks must lie within the {n_blocks} rows of blocks")
             if event[i].kind == STORED:
                 stored += event[i].count
-        self.make_room(stored)
+        self.make_room_present(stored)
         with nogil:
             for i in range(n):
                 for k in range(event[i].first, event[i].first + event[i].count):
-                    row = block_find(&self.blocks, block[k].block_hash)
+                    row = block_find(&self.present, block[k].block_hash)
                     if event[i].kind == STORED:
-                        block_set(&self.blocks, row, block[k].block_hash, word, bit)
+                        block_set(&self.present, row, block[k].block_hash, word, bit)
                     elif row[word] & bit:
-                        block_clear(&self.blocks, row, word, bit)
+                        block_clear(&self.present, row, word, bit)
 
     def match(self, hashes):
         """Look a prompt up on all ranks; fills `overlap` and `held`.
@@ -541,22 +527,26 @@ cdef class RouterState:
         cdef const int32_t* candidate = <const int32_t*> address(self.candidates_array)
         cdef int32_t best = 0
         cdef int64_t n = hashes.shape[0]
-        cdef uint64_t* ranks = <uint64_t*> address(self.scratch_array)
-        cdef int64_t words = self.blocks.words
         cdef int64_t i
         with nogil:
-            for i in range(2 * words):
-                ranks[i] = 0
-            for i in range(self.num_ranks):
-                self.overlap_of[i] = self.held_of[i] = 0
-                if self.load_of[i].worker >= 0:
-                    ranks[i // RANKS_PER_WORD] |= (<uint64_t> 1) << (i % RANKS_PER_WORD)
-            memcpy(ranks + words, ranks, <size_t> words * sizeof(uint64_t))
-            walk(&self.blocks, first, n, ranks, ranks + words, self.overlap_of, self.held_of)
+            self.all_ranks(self.overlap_of)
+            walk(&self.present, first, n, self.scratch, self.overlap_of)
+            self.all_ranks(self.held_of)
+            walk(&self.tracked, first, n, self.scratch, self.held_of)
             for i in range(self.num_candidates):
                 if self.overlap_of[candidate[i]] > best:
                     best = self.overlap_of[candidate[i]]
         return best
+
+    cdef void all_ranks(self, int32_t* counts) noexcept nogil:
+        """Put the set of all ranks into `scratch`, and 0 for each into `counts`."""
+        cdef int64_t i
+        for i in range(self.present.stride - 1):
+            self.scratch[i] = 0
+        for i in range(self.num_ranks):
+            counts[i] = 0
+            if self.load_of[i].worker >= 0:
+                self.scratch[i // RANKS_PER_WORD] |= (<uint64_t> 1) << (i % RANKS_PER_WORD)
 
     # ------------------------------------------------------------ load
 
@@ -662,18 +652,17 @@ cdef class RouterState:
             _check("hashes", hashes, _UINT64)
             first = <const uint64_t*> address(hashes)
             n = hashes.shape[0]
-            self.make_room(n)
-            word = 1 + self.blocks.words + at // RANKS_PER_WORD
+            self.make_room_tracked(n)
+            word = 1 + at // RANKS_PER_WORD
             bit = (<uint64_t> 1) << (at % RANKS_PER_WORD)
             load = &self.load_of[at]
             with nogil:
                 for i in range(n):
-                    block_prefetch(&self.blocks, first, i + AHEAD, n)
-                    row = block_find(&self.blocks, first[i])
+                    row = block_find(&self.tracked, first[i])
                     if row[word] & bit:
                         share_add(&self.shares, first[i], <int32_t> at)
                     else:
-                        block_set(&self.blocks, row, first[i], word, bit)
+                        block_set(&self.tracked, row, first[i], word, bit)
                         load.blocks += 1
         elif self.tracking == TRACK_UNIQUE:
             self.load_of[at].blocks += num_blocks
@@ -699,18 +688,18 @@ cdef class RouterState:
             _check("hashes", hashes, _UINT64)
             first = <const uint64_t*> address(hashes)
             n = hashes.shape[0]
-            word = 1 + self.blocks.words + at // RANKS_PER_WORD
+            word = 1 + at // RANKS_PER_WORD
             bit = (<uint64_t> 1) << (at % RANKS_PER_WORD)
             load = &self.load_of[at]
             with nogil:
-                # From the last block to the first, so that what is tracked stays closed towards the root.
-                for i in range(n - 1, -1, -1):
-                    block_prefetch(&self.blocks, first, i - AHEAD, n)
-                    if share_take(&self.shares, first[i], <int32_t> at):
-                        continue
-                    row = block_find(&self.blocks, first[i])
+                i = 0
+                # What others have in use too are leading blocks.
+                while i < n and share_take(&self.shares, first[i], <int32_t> at):
+                    i += 1
+                for i in range(i, n):
+                    row = block_find(&self.tracked, first[i])
                     if row[word] & bit:
-                        block_clear(&self.blocks, row, word, bit)
+                        block_clear(&self.tracked, row, word, bit)
                         load.blocks -= 1
         elif self.tracking == TRACK_UNIQUE:
             self.load_of[at].blocks -= num_blocks

@@ -24,7 +24,7 @@ from kvsim._core.metrics cimport kvsim_variance, moments_variance
 from kvsim._core.engine cimport (
     engine_activate, engine_active, engine_cancel, engine_cancel_destination, engine_cancel_source, engine_drained,
     engine_emit, engine_empty, engine_events_shown, engine_fail_stuck, engine_register_source, engine_release_source,
-    engine_reserve, engine_reserve_error, engine_retry, engine_schedule, engine_stuck, engine_submit,
+    engine_reserve, engine_reserve_error, engine_retry, engine_schedule, engine_stuck, engine_submit, engine_unblock,
     engine_visible_events, engine_waiting,
 )
 from kvsim._core.pool cimport pool_active
@@ -597,6 +597,10 @@ cdef class RankState:
     def fail_stuck(self):
         """End a stuck request; its signal is what `signals` returns next. Returns the reason."""
         return engine_fail_stuck(&self.r)
+
+    def unblock(self):
+        """Let a transferred prompt pass a head that waits for its blocks; false if that is not what blocks the rank."""
+        return bool(engine_unblock(&self.r))
 
     def retries(self):
         """`retry_kind` of the last pass of the radix engine; None where there are no hints."""

@@ -54,6 +54,7 @@ cdef enum request_flag:
     HANDOFF = 8    # one half of a handoff: its row of `handoffs` is in use
     ACTIVATED = 16     # a destination whose prompt has arrived
     MATERIALISED = 32  # activated and not admitted yet: enters without prefill
+    CROWDED = 64       # alone, it found no block for what it emits: it enters only when there is one
 
 cdef enum handoff_role:
     NO_ROLE = 0

@@ -180,10 +180,12 @@ class Placement:
     def place(self, request: PlacedRequest, now_ms: float) -> Route | None:
         """Choose a rank for a request that arrives now.
 
+        Called only while the pool has an active worker; before, the run keeps what arrives.
+
         Returns
         -------
         Route or None
-            None: kept, to be released by a hook. Return None too when the pool has no active worker.
+            None: kept, to be released by a hook.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement place(request, now_ms)")
 

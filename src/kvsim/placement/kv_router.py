@@ -251,8 +251,7 @@ class _Modelled(NamedTuple):
 class KvRouter(Placement):
     """Places each request on the rank where it costs least.
 
-    The overlap of a request with the caches is looked up when it arrives, also if it then waits. Requests wait in
-    the queue of `router_queue_threshold`, and while the pool has no active worker.
+    The overlap of a request with the caches is looked up when it arrives, also if it then waits in the queue.
 
     Parameters
     ----------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
@@ -22,8 +21,7 @@ class RoundRobin(Placement):
     a rank takes the worker whose turn it is, and leaves that worker's own turn alone. The rule of the other
     pools has one turn over all ranks; a request that asks for a rank counts only ranks of that number.
 
-    The turns outlive changes of the workers; a worker that comes back begins with rank 0. With no active worker
-    requests wait, in order, for one.
+    The turns outlive changes of the workers; a worker that comes back begins with rank 0.
     """
 
     def __init__(self) -> None:
@@ -32,7 +30,6 @@ class RoundRobin(Placement):
         self._workers: list[int] = []
         self._turn = 0
         self._rank_turn: dict[int, int] = {}
-        self._waiting: deque[PlacedRequest] = deque()
 
     def start(self, pool: PoolInfo) -> None:
         """Take the workers and the rule of the pool."""
@@ -40,11 +37,8 @@ class RoundRobin(Placement):
         self._dp_size = pool.dp_size
         self._workers = sorted(pool.workers)
 
-    def place(self, request: PlacedRequest, now_ms: float) -> Route | None:
+    def place(self, request: PlacedRequest, now_ms: float) -> Route:
         """Take the next turn."""
-        if not self._workers:
-            self._waiting.append(request)
-            return None
         return Route(*self.next_rank(request.dp_rank))
 
     def next_rank(self, dp_rank: int = -1) -> tuple[int, int]:
@@ -96,20 +90,3 @@ class RoundRobin(Placement):
         self.worker_draining(worker, now_ms)
         self._rank_turn.pop(worker, None)
         return ()
-
-    def topology_settled(self, now_ms: float) -> Released:
-        """Release those who waited for a worker."""
-        released = []
-        while self._workers and self._waiting:
-            request = self._waiting.popleft()
-            released.append((request, Route(*self.next_rank(request.dp_rank))))
-        return released
-
-    def cancel(self, row: int, now_ms: float) -> Released:
-        """Forget a request that waits."""
-        self._waiting = deque(request for request in self._waiting if request.row != row)
-        return ()
-
-    def pending_count(self) -> int:
-        """Requests that wait for a worker."""
-        return len(self._waiting)

@@ -399,7 +399,7 @@ class EngineComponent:
         """End one request that blocks a deferred worker for ever, None if there is none.
 
         Nothing overtakes the head of a queue, so those behind it would wait for
-        ever, too. Ask after each `drive_ready`.
+        ever, too. Ask after each `drive_ready`, until there is none.
 
         Parameters
         ----------

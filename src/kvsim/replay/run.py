@@ -414,7 +414,8 @@ def _new_handoffs(n: int) -> npt.NDArray[Any]:
     for name in halves.dtype.names or ():
         if name.endswith("_ms"):
             halves[name] = np.nan
-    halves["prefill_worker"] = halves["prefill_dp_rank"] = -1
+    for name in ("decode_reused_tokens", "prefill_worker", "prefill_dp_rank"):
+        halves[name] = -1
     return halves
 
 

@@ -247,7 +247,7 @@ class System:
         self._waiting_room: list[tuple[float, int, int, Any, Any, Any]] = []  # heap: behind the tokenization pool
         self._actions: deque[tuple[_Handoff, int, Action]] = deque()
         self._arrived: deque[tuple[_Handoff, int, Action]] = deque()
-        self._deferred: dict[int, list[tuple[_Handoff, int, Action]]] = {}  # by worker of the fleet
+        self._deferred: dict[int, dict[int, list[tuple[_Handoff, int, Action]]]] = {}  # by worker and rank of the fleet
         self._live: dict[int, _Handoff] = {}
         self._routing: list[tuple[Any, ...]] | None = [] if capture_routing else None
         self._decoded = [0, 0]
@@ -382,14 +382,11 @@ class System:
                         handoff = heapq.heappop(self._transfers)[2]
                         self._follow(handoff, handoff.coordinator.fact(Fact.TRANSFER_COMPLETED))
                     self._act(now)
-                else:
-                    self._release_arrivals(now)
+                # In a disaggregated run what arrives now acts last of all: the passes of this instant do not contain it.
+                self._release_arrivals(now)
                 self._leave_waiting_room(now)
             starting = False
             changed = self._start_passes(now)
-            if self._disaggregated:
-                # Seen after the passes have started (recorded runs): they begin without what arrives now.
-                self._release_arrivals(now)
             for pool in self.pools:
                 self._remove_drained(pool, now)
             if ticks:
@@ -556,7 +553,8 @@ class System:
     def _take_note(self, note: tuple[int, int, int, int, int, int], now: float) -> None:
         kind, row, worker, status, pool_kind, value = note
         if kind == _WOKEN:
-            self._actions.extend(self._deferred.pop(worker, ()))
+            for _, deferred in sorted(self._deferred.pop(worker, {}).items()):
+                self._actions.extend(deferred)
         elif not self._disaggregated:
             pool = self._front
             if kind == _FIRST:
@@ -658,7 +656,7 @@ class System:
             return
         worker = self.fleet.worker_of(rank)
         if self.fleet.is_busy(worker):
-            self._deferred.setdefault(worker, []).append((handoff, number, action))
+            self._deferred.setdefault(worker, {}).setdefault(rank, []).append((handoff, number, action))
             self.fleet.watch(worker)
             return
         state = pool.state(rank)
