@@ -78,6 +78,8 @@ def test_replay_passes_its_defaults_on(fake, trace):
     assert options == {
         "workers": 1,
         "dp_size": 1,
+        "startup_ms": 0.0,
+        "placement": "round_robin",
         "concurrency": None,
         "speedup": 1.0,
         "max_sim_time_ms": None,
@@ -94,12 +96,19 @@ def test_replay_passes_its_defaults_on(fake, trace):
 def test_replay_passes_every_option_on(fake, trace, tmp_path):
     options = "--workers 3 --dp-size 2 --concurrency 9 --speedup 2.5 --max-sim-time 150 --seed 7 --sla-ttft-ms 200"
     options += " --sla-itl-ms 20 --trace-format mooncake-delta --trace-block-size 64 --strict --record-passes"
-    options += " --no-progress"
+    options += " --no-progress --placement kv_router --router router_queue_threshold=0.5 --startup-ms 7"
+    samples = tmp_path / "samples.jsonl"
+    options += f" --scaling kvsim:ScalingPolicy --telemetry {samples} --telemetry-interval-ms 20"
     assert main(["replay", trace, *options.split(), "--out", str(tmp_path / "out")]) == 0
     ((_, _, given),) = fake.calls
+    assert isinstance(given.pop("scaling"), kvsim.ScalingPolicy)
     assert given == {
         "workers": 3,
         "dp_size": 2,
+        "startup_ms": 7.0,
+        "placement": "kv_router",
+        "router": {"router_queue_threshold": 0.5},
+        "telemetry": kvsim.TelemetryOptions(sample_interval_ms=20.0, jsonl_path=str(samples)),
         "concurrency": 9,
         "speedup": 2.5,
         "max_sim_time_ms": 150.0,
@@ -111,6 +120,46 @@ def test_replay_passes_every_option_on(fake, trace, tmp_path):
         "record_passes": True,
         "progress": None,
     }
+
+
+def test_two_pools_share_the_configuration_but_for_what_is_set_for_one(fake, trace):
+    options = "--set num_gpu_blocks=64 --prefill-workers 2 --decode-workers 3 --decode-dp-size 2 --startup-ms 5"
+    options += " --set-prefill kv_transfer_bandwidth=50 --set-decode num_gpu_blocks=32 --handoff-latency-ms 1.5"
+    assert main(["replay", trace, *options.split()]) == 0
+    ((_, config, given),) = fake.calls
+    assert config is None
+    assert not {"workers", "dp_size", "startup_ms"} & set(given)
+    assert given["handoff_latency_ms"] == 1.5
+    prefill, decode = given["prefill"], given["decode"]
+    assert (prefill.workers, prefill.dp_size, prefill.startup_ms) == (2, 1, 5.0)
+    assert (decode.workers, decode.dp_size, decode.startup_ms) == (3, 2, 5.0)
+    assert (prefill.config.num_gpu_blocks, prefill.config.kv_transfer_bandwidth) == (64, 50)
+    assert (decode.config.num_gpu_blocks, decode.config.kv_transfer_bandwidth) == (32, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--prefill-workers 2", "--decode-workers: prefill and decode workers come together"),
+        ("--decode-dp-size 2", "--decode-workers: is needed for options of the decode pool"),
+        ("--prefill-workers 1 --decode-workers 1 --workers 2", "--workers: use --prefill-workers and --decode-workers"),
+        ("--scaling nothing", "--scaling: expected MODULE:NAME, got 'nothing'"),
+        ("--scaling kvsim:Nothing", "--scaling: kvsim:Nothing cannot be imported"),
+        ("--placement nearest", "placement: must be one of round_robin, kv_router"),
+        ("--router x=1", "router_config: needs placement kv_router"),
+    ],
+)
+def test_options_of_a_system_that_do_not_go_together_are_named(trace, options, message, capsys):
+    assert main(["replay", trace, *options.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_disaggregated_run_from_the_command_line(capsys):
+    pools = ["--prefill-workers", "2", "--decode-workers", "2", "--handoff-latency-ms", "3"]
+    assert main(["replay", "--example", *pools, "--placement", "kv_router", "--format", "json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["completed_requests"] == summary["num_requests"]
+    assert summary["prefill_worker_seconds"] == summary["decode_worker_seconds"] > 0
 
 
 @pytest.mark.parametrize("suffix", [".yaml", ".json"])

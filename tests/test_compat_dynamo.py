@@ -313,7 +313,7 @@ def test_two_engines_are_two_pools(built):
     decode = dynamo.parse_config(ENGINE | {"worker_type": "decode", "num_gpu_blocks": 512})
     assert options["prefill"] == PoolSpec(prefill, 3, 1, 500.0)
     assert options["decode"] == PoolSpec(decode, 4, 2, 0.0)
-    assert options["config"] == decode
+    assert options["config"] is None
     assert options["capture_routing"] is True
     assert not {"workers", "dp_size", "placement"} & set(options)
 
@@ -368,12 +368,13 @@ def test_options_reach_the_run(built):
         max_sim_time_ms=50.0,
         scaling_policy=policy,
         telemetry_options=telemetry,
+        router_mode="kv_router",
         kv_event_lag_ms=4.0,
     )
     assert (options["workers"], options["speedup"], options["max_sim_time_ms"]) == (3, 2.0, 50.0)
     assert options["scaling"] is policy
     assert options["telemetry"] is telemetry
-    assert (options["kv_event_lag_ms"], options["concurrency"]) == (4.0, None)
+    assert (options["placement"].config.kv_event_lag_ms, options["concurrency"]) == (4.0, None)
 
 
 COMMON = """

@@ -323,6 +323,8 @@ class EngineConfig(_Strict, frozen=True):
             value = getattr(self, field_name)
             if value != want:
                 raise ConfigError(field_name, f"must be {want!r} with native_host_offload, got {value!r}")
+        if self.rules.eager_sample_blocks:
+            raise ConfigError("ruleset", f"native_host_offload belongs to ruleset dynamo, got {self.ruleset!r}")
         if self.kv_cache_bytes_per_token is None:
             raise ConfigError("kv_cache_bytes_per_token", "is required by native_host_offload")
         block_bytes = self.tokens_per_block * self.kv_cache_bytes_per_token

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsim.errors import CommandError, ConfigError
+from kvsim.layout import OffloadEventKind
 
 __all__ = [
     "ActivateDestination",
@@ -31,6 +32,7 @@ __all__ = [
     "DestinationAccepted",
     "DestinationReserved",
     "ForwardPassMetrics",
+    "HostOffloadEvent",
     "HostOffloadObserver",
     "KvEvent",
     "Metrics",
@@ -337,7 +339,12 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request entered the running set; reuse counts tokens of all tiers."""
+    """A request entered the running set; reuse counts tokens of all tiers.
+
+    `cache_tier_attribution` splits the reuse of a first admission into (tokens
+    that were on the device, tokens loaded from the host); None for later
+    admissions and for ranks without a host tier.
+    """
 
     request_id: int
     reused_input_tokens: int
@@ -597,9 +604,43 @@ class TimingModel(Protocol):
         ...
 
 
-class HostOffloadObserver(Protocol):
-    """Hooks around lower-tier transfers; called synchronously, in order."""
+@dataclass(frozen=True, slots=True)
+class HostOffloadEvent:
+    """One observation of the host tier (spec/host-offload.md section 2).
 
-    def record(self, request_id: int, event: Any) -> None:
+    Attributes
+    ----------
+    kind : OffloadEventKind
+    at_ms : float
+        When it happened: ends of transfers have their own time, even if they
+        are told later; a cancelled load has that of the command.
+    transfer_id : int or None
+    block_hashes : tuple of int
+        Sequence hashes, in order.
+    completes_at_ms : float or None
+        End of a transfer that was put on its link.
+    logical_block_indices : tuple of int or None
+        With STORE_BLOCK_MAPPINGS: position of each block in the prompt.
+    structurally_unfittable : bool or None
+        With CAPACITY_RETRY: the host could not take the blocks if it were empty.
+    """
+
+    kind: OffloadEventKind
+    at_ms: float
+    transfer_id: int | None
+    block_hashes: tuple[int, ...]
+    completes_at_ms: float | None = None
+    logical_block_indices: tuple[int, ...] | None = None
+    structurally_unfittable: bool | None = None
+
+
+class HostOffloadObserver(Protocol):
+    """Hooks around lower-tier transfers; called synchronously, in order.
+
+    The rank has finished what it was asked to do when it calls. An exception is
+    reported as a warning, and nothing else comes of it.
+    """
+
+    def record(self, request_id: int, event: HostOffloadEvent) -> None:
         """One transfer event of a request."""
         ...

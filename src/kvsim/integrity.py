@@ -14,6 +14,8 @@ __all__ = ["check_rank"]
 
 _WAITING, _RUNNING, _PREEMPTED, _HELD_SOURCE, _PENDING_DESTINATION, _HELD_DESTINATION = 1, 2, 3, 4, 5, 6
 _HANDOFF, _ACTIVATED, _MATERIALISED = 8, 16, 32
+_CONNECTOR, _UNSTORED = 1, 2
+_STORE, _LOAD = 1, 2
 _RADIX = 1
 _ROOT = 0
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -78,6 +80,11 @@ def check_rank(state: Any, locked: Sequence[int] = ()) -> None:
         _check_hash_table(state, blocks)
     else:
         _require(not blocks["hashed"].any(), "prefix caching is off but a block is findable")
+    if config["host"]:
+        _check_host(state, config, header, requests)
+    else:
+        for name in ("num_connector", "num_asleep", "num_transfers"):
+            _same(f"{name} without a host tier", header[name], 0)
 
 
 def _check_request(row: Any, slot: int, config: Any) -> None:
@@ -95,7 +102,7 @@ def _check_request(row: Any, slot: int, config: Any) -> None:
         _same(f"{name}: blocks of a destination", row["n_blocks"], -(-int(row["num_input"]) // int(size)))
         _same(f"{name}: allocated", row["allocated"], row["num_input"])
         _same(f"{name}: computed", row["computed"], row["num_input"] if row["flags"] & _MATERIALISED else 0)
-    elif row["status"] != _RUNNING:
+    elif row["status"] != _RUNNING and not row["host"] & _CONNECTOR:
         _same(f"{name}: blocks of a waiting request", row["n_blocks"], 0)
 
 
@@ -136,7 +143,9 @@ def _check_queues(state: Any, config: Any, header: Any, requests: Any) -> None:
     _same("num_waiting", header["num_waiting"], len(waiting))
     prebuilt = _listed("prebuilt", header, requests)
     _require(config["engine"] == _RADIX or not prebuilt, "a paged rank has a list of prebuilt requests")
-    queued = waiting + prebuilt
+    connector = _listed("connector", state.view("host")[0], requests) if config["host"] else []
+    _same("num_connector", header["num_connector"], len(connector))
+    queued = waiting + connector + prebuilt
     status, flags = requests["status"][queued], requests["flags"][queued]
     _require(np.isin(status, (_WAITING, _PREEMPTED)).all(), "a request in the waiting list is not waiting")
     _same("waiting requests", len(queued), np.isin(requests["status"], (_WAITING, _PREEMPTED)).sum())
@@ -236,6 +245,124 @@ def _check_hash_table(state: Any, blocks: Any) -> None:
         _same(f"hash slot {at}: last", entry["last"], before)
     _require((seen == (blocks["hashed"] != 0)).all(), "the hash table is not the findable blocks")
     _same("distinct hashes", len(np.unique(slots["hash"][used])), len(used))
+
+
+# ---------------------------------------------------------------- host tier
+
+
+def _check_host(state: Any, config: Any, header: Any, requests: Any) -> None:
+    """Entries, their order and pins, transfers and what they hold, and who waits for them (spec/host-offload.md)."""
+    host, entries, transfers = state.view("host")[0], state.view("host_entries"), state.view("transfers")
+    used = np.flatnonzero(entries["pins"] >= 0)
+    _check_entries(state, config, host, entries, used)
+
+    prepared, stores, loads = (
+        _chained(name, int(host[f"{name}_head"]), int(host[f"{name}_tail"]), transfers)
+        for name in ("prepared", "store", "load")
+    )
+    _require(host["settled_head"] == -1 and host["settled_tail"] == -1, "a settled transfer was not shown")
+    _same("transfers in a list", sorted(prepared + stores + loads), np.flatnonzero(transfers["kind"]).tolist())
+    _same("num_transfers", header["num_transfers"], len(prepared) + len(stores) + len(loads))
+    for name, rows, kind, on_link in (
+        ("prepared", prepared, _STORE, 0),
+        ("store", stores, _STORE, 1),
+        ("load", loads, _LOAD, 1),
+    ):
+        members = transfers[rows]
+        _require(
+            (members["kind"] == kind).all() and (members["on_link"] == on_link).all(),
+            f"a transfer of another kind is in the {name} list",
+        )
+        _require((np.diff(members["id"]) > 0).all(), f"the {name} list is not in order of transfer ids")
+        if on_link:
+            _require((np.diff(members["deadline_ms"]) >= 0).all(), f"the {name} link is not first in, first out")
+            _require((members["deadline_ms"] <= host[f"{name}_tail_ms"]).all(), f"the {name} link ends too early")
+    _require((transfers["id"][prepared + stores + loads] < host["next_transfer"]).all(), "a transfer has the next id")
+
+    blocks, sources = state.view("transfer_blocks"), state.view("sources")
+    filled = np.full(len(entries), -1)
+    read_by = np.full(len(sources), -1)
+    pins = np.zeros(len(entries), np.int64)
+    for row in prepared + stores + loads:
+        first, count = int(transfers[row]["first"]), int(transfers[row]["count"])
+        mine = blocks[first : first + count]
+        _require(count > 0 and first + count <= host["blocks_used"], f"transfer row {row} has {count} blocks")
+        _require((entries["hash"][mine["entry"]] == mine["hash"]).all(), f"transfer row {row} names another block")
+        if row in loads:
+            np.add.at(pins, mine["entry"], 1)
+            continue
+        _require((filled[mine["entry"]] == -1).all(), "two stores fill one block")
+        filled[mine["entry"]] = row
+        _require((read_by[mine["block"]] == -1).all(), "two stores read one device block")
+        read_by[mine["block"]] = row
+    _require((entries["transfer"][used] == filled[used]).all(), "a pending block has no store, or a resident one has")
+    _require((sources == read_by).all(), "`sources` is not what the stores read")
+    _require((entries["pins"][used] == pins[used]).all(), "pins differ from the loads that read a block")
+    _check_waiters(state, config, header, host, requests, transfers, prepared + stores, loads)
+
+
+def _check_entries(state: Any, config: Any, host: Any, entries: Any, used: Any) -> None:
+    _same("num_entries", host["num_entries"], len(used))
+    _require(len(used) <= config["host_blocks"], f"{len(used)} blocks in a host of {config['host_blocks']}")
+    _same("distinct hashes in the host", len(np.unique(entries["hash"][used])), len(used))
+    pending = entries["transfer"][used] >= 0
+    _same("num_pending", host["num_pending"], pending.sum())
+    _require((entries["pins"][used][pending] == 0).all(), "a load reads a pending block")
+    index = state.view("host_index")
+    listed = index[index >= 0]
+    _require(len(listed) == len(used) and (np.sort(listed) == used).all(), "the host index is not the blocks there")
+    for row in used.tolist():
+        _same("block found in the host", state.host_find(int(entries[row]["hash"])), row)
+    order = _chained("lru", int(host["lru_head"]), int(host["lru_tail"]), entries)
+    _same("num_evictable", host["num_evictable"], len(order))
+    evictable = used[~pending & (entries["pins"][used] == 0)]
+    _same("blocks that may be evicted", sorted(order), evictable.tolist())
+    keys = [(int(entries[row]["epoch"]), int(entries[row]["hash"])) for row in order]
+    _require(keys == sorted(keys), "the LRU list is not in order of (epoch, hash)")
+    _require(not keys or keys[-1][0] <= host["epoch"], "a block was touched in the future")
+
+
+def _chained(name: str, head: int, tail: int, rows: Any) -> list[int]:
+    """Rows of a doubly linked list, in order."""
+    found: list[int] = []
+    before, row = -1, head
+    while row >= 0:
+        _require(len(found) <= len(rows), f"the {name} list does not end")
+        _same(f"{name} row {row}: prev", rows[row]["prev"], before)
+        found.append(row)
+        before, row = row, int(rows[row]["next"])
+    _same(f"{name}_tail", tail, before)
+    return found
+
+
+def _check_waiters(
+    state: Any, config: Any, header: Any, host: Any, requests: Any, transfers: Any, stores: list[int], loads: list[int]
+) -> None:
+    offloads = state.view("offloads")
+    live = requests["status"] != 0
+    connector = set(_listed("connector", host, requests))
+    _same("requests of the connector queue", sorted(connector), np.flatnonzero(requests["host"] & _CONNECTOR).tolist())
+    asleep = [slot for slot in connector if offloads[slot]["progress"] == host["progress"]]
+    _same("num_asleep", header["num_asleep"], len(asleep))
+    _require(not asleep or header["num_transfers"] > 0, "a request sleeps and no transfer is under way")
+    for row in loads:
+        _same(f"load of transfer row {row}", offloads[transfers[row]["slot"]]["load"], row)
+    for slot in np.flatnonzero(live).tolist():
+        row, request, name = offloads[slot], requests[slot], f"request row {slot}"
+        whole = int(request["num_input"]) // int(config["block_size"])
+        _require(0 <= row["next_store"] <= whole, f"{name}: asked to store {row['next_store']} of {whole} blocks")
+        if row["latest_store"] >= 0:
+            _require(row["latest_store"] in stores, f"{name}: its newest store is not under way")
+            _same(f"{name}: request of its newest store", transfers[row["latest_store"]]["slot"], slot)
+        if not request["host"] & _UNSTORED and whole <= config["num_blocks"]:
+            _same(f"{name}: blocks it asked to store", row["next_store"], whole)
+        if row["load"] >= 0:
+            _require(row["load"] in loads and slot in connector, f"{name}: its load is not under way")
+        if slot in connector:
+            _same(f"{name}: has blocks", request["n_blocks"] > 0, row["device_blocks"] >= 0)
+            _same(f"{name}: computed tokens of a request that waits for transfers", request["computed"], 0)
+        else:
+            _same(f"{name}: a load of its own", (int(row["load"]), int(row["device_blocks"])), (-1, -1))
 
 
 # ---------------------------------------------------------------- radix engine

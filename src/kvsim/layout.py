@@ -22,8 +22,13 @@ __all__ = [
     "HANDOFF_RECORD",
     "HASH_SLOT",
     "HEADER",
+    "HOST",
+    "HOST_ENTRY",
     "LEASE",
     "NODE",
+    "OFFLOAD",
+    "OFFLOAD_BLOCK",
+    "OFFLOAD_EVENT",
     "OUTPUT_RECORD",
     "PASS_RECORD",
     "PRESSURE",
@@ -37,10 +42,14 @@ __all__ = [
     "RUN",
     "SEGMENT",
     "SIGNAL",
+    "TRANSFER",
+    "TRANSFER_BLOCK",
     "FailReason",
     "HandoffRole",
+    "OffloadEventKind",
     "Pool",
     "RequestStatus",
+    "StorageTier",
 ]
 
 
@@ -71,6 +80,27 @@ class HandoffRole(enum.IntEnum):
     DESTINATION_PENDING = 3
     DESTINATION_HELD = 4
     DESTINATION_ACTIVE = 5
+
+
+class StorageTier(enum.IntEnum):
+    """Where a block of a KV event lies."""
+
+    DEVICE = 0
+    HOST_PINNED = 1
+
+
+class OffloadEventKind(enum.IntEnum):
+    """What an observation of the host tier tells (spec/host-offload.md section 2)."""
+
+    STORE_PREPARED = 0
+    STORE_BLOCK_MAPPINGS = 1
+    STORE_SUBMITTED = 2
+    STORE_COMPLETED = 3
+    LOAD_QUEUED = 4
+    LOAD_COMPLETED = 5
+    LOAD_CANCELLED = 6
+    EVICTED = 7
+    CAPACITY_RETRY = 8
 
 
 class FailReason(enum.IntEnum):
@@ -201,7 +231,11 @@ CONFIG = np.dtype(
         ("lpm", "<i4"),  # radix: longest prefix match first
         ("legacy", "<i4"),  # radix: generation `dynamo-1.3`
         ("keeps_place", "<i4"),  # paged: an activated destination waits where it came, else at the end
-        ("unused", "<i4"),
+        ("host", "<i4"),  # paged: finished prompt blocks are written through to host memory
+        ("host_blocks", "<i8"),  # blocks that fit there
+        ("block_bytes", "<u8"),  # bytes that a transfer moves per block
+        ("store_rate", "<f8"),  # bytes per ms towards the host, 0: instantaneous
+        ("load_rate", "<f8"),  # and back
         ("max_prefill", "<i8"),  # radix: computed prompt tokens per pass
         ("chunk", "<i8"),  # radix: chunk budget per pass
         ("clip", "<i8"),  # radix: output tokens reserved at most
@@ -248,6 +282,9 @@ HEADER = np.dtype(
         ("expected_squares", "<i8"),
         ("promised_blocks", "<i8"),  # TO_COMPLETION: blocks for outputs of held and materialised destinations
         ("reserve_attempts", "<i8"),
+        ("num_connector", "<i8"),  # requests that wait in the connector queue, not in `num_waiting` ...
+        ("num_asleep", "<i8"),  # ... and those of them that wait for a transfer
+        ("num_transfers", "<i8"),  # prepared or on a link
         ("duration_count", "<i8"),  # Welford over pass durations
         ("duration_sum", "<f8"),
         ("duration_mean", "<f8"),
@@ -284,7 +321,7 @@ REQUEST = np.dtype(
         ("status", "u1"),  # request_status
         ("flags", "u1"),  # request_flag
         ("table_class", "u1"),  # log2 of the span
-        ("unused", "u1"),
+        ("host", "u1"),  # host_flag
         ("sched_total", "<i4"),  # tokens scheduled in pass `stamp`
         ("id_hi", "<u8"),
         ("id_lo", "<u8"),
@@ -331,6 +368,120 @@ HASH_SLOT = np.dtype(
         ("hash", "<u8"),
         ("first", "<i4"),  # oldest copy, NO_BLOCK: empty slot
         ("last", "<i4"),
+    ]
+)
+
+#: Every scalar of a host tier, one row.
+HOST = np.dtype(
+    [
+        ("next_transfer", "<i8"),  # id of the next transfer
+        ("epoch", "<i8"),  # of the last touch
+        ("cohort", "<i8"),  # stamp of the last cohort
+        ("progress", "<i8"),  # times that sleepers were woken
+        ("num_entries", "<i8"),  # blocks in the host, pending ones included
+        ("num_evictable", "<i8"),  # entries that are resident and not pinned: those of the LRU list
+        ("num_pending", "<i8"),  # entries whose store has not completed
+        ("entries_used", "<i8"),  # rows ever used
+        ("transfers_used", "<i8"),
+        ("blocks_used", "<i8"),  # bump pointer of the heap of transfer blocks
+        ("num_events", "<i8"),  # observations not drained
+        ("num_event_blocks", "<i8"),
+        ("store_tail_ms", "<f8"),  # when the last transfer of each lane ends
+        ("load_tail_ms", "<f8"),
+        ("lru_head", "<i4"),  # next victim
+        ("lru_tail", "<i4"),
+        ("free_entry", "<i4"),  # head of the list of unused rows
+        ("free_transfer", "<i4"),
+        ("prepared_head", "<i4"),  # stores not on the link yet, in order of preparation
+        ("prepared_tail", "<i4"),
+        ("store_head", "<i4"),  # transfers on each link, in order of their ends
+        ("store_tail", "<i4"),
+        ("load_head", "<i4"),
+        ("load_tail", "<i4"),
+        ("settled_head", "<i4"),  # ended and not yet shown; empty between calls
+        ("settled_tail", "<i4"),
+        ("connector_head", "<i4"),  # requests that look at transfers, first come first served
+        ("connector_tail", "<i4"),
+        ("span_free", "<i4", (TABLE_CLASSES,)),  # heads of the free spans of 2**k transfer blocks
+    ]
+)
+
+#: A block in the host, 40 bytes.
+HOST_ENTRY = np.dtype(
+    [
+        ("hash", "<u8"),
+        ("epoch", "<i8"),  # recency; equal in a cohort
+        ("cohort", "<i8"),  # stamp of the last cohort it was looked at for
+        ("transfer", "<i4"),  # row of the store that fills it, NO_SLOT: resident
+        ("pins", "<i4"),  # loads that read it, -1: row not in use
+        ("prev", "<i4"),  # LRU list, oldest first
+        ("next", "<i4"),  # LRU list, or list of unused rows
+    ]
+)
+
+#: A transfer between device and host that has not completed, 64 bytes.
+TRANSFER = np.dtype(
+    [
+        ("id", "<i8"),
+        ("deadline_ms", "<f8"),  # when it ends, once it is on a link
+        ("id_hi", "<u8"),  # request
+        ("id_lo", "<u8"),
+        ("first", "<i4"),  # span of the heap of transfer blocks, of 2**span_class rows
+        ("count", "<i4"),  # rows in use
+        ("kind", "<i4"),  # transfer_kind
+        ("on_link", "<i4"),
+        ("slot", "<i4"),  # row of the request; says nothing once that has ended
+        ("span_class", "<i4"),
+        ("prev", "<i4"),  # its list: prepared, a link, or settled
+        ("next", "<i4"),  # or list of unused rows
+    ]
+)
+
+#: A block of a transfer.
+TRANSFER_BLOCK = np.dtype(
+    [
+        ("hash", "<u8"),
+        ("tokens_hash", "<u8"),  # store
+        ("parent_hash", "<u8"),  # store, with index > 0
+        ("entry", "<i4"),  # row of HOST_ENTRY; in a free span the next free span
+        ("index", "<i4"),  # position in the prompt
+        ("block", "<i4"),  # store: the device block it reads
+        ("unused", "<i4"),
+    ]
+)
+
+#: What the host tier knows of a live request, by request row.
+OFFLOAD = np.dtype(
+    [
+        ("progress", "<i8"),  # connector queue: asleep as long as HOST.progress is this
+        ("next_store", "<i4"),  # leading prompt blocks the host was asked to take, or has
+        ("latest_store", "<i4"),  # row of its newest store, NO_SLOT: none under way
+        ("load", "<i4"),  # row of its load, NO_SLOT: none under way
+        ("device_blocks", "<i4"),  # leading blocks on the device when its load was decided; -1: no load
+    ]
+)
+
+#: An observation of the host tier; its blocks are `count` rows of OFFLOAD_BLOCK from `first`.
+OFFLOAD_EVENT = np.dtype(
+    [
+        ("at_ms", "<f8"),
+        ("completes_at_ms", "<f8"),  # of submitted and queued transfers, NaN for all others
+        ("id_hi", "<u8"),  # request
+        ("id_lo", "<u8"),
+        ("transfer_id", "<i8"),  # -1: none
+        ("kind", "<i4"),  # OffloadEventKind
+        ("flags", "<i4"),  # 1, with CAPACITY_RETRY: the host is too small for the cohort, whatever it holds
+        ("first", "<i4"),  # first row in offload_blocks
+        ("count", "<i4"),
+    ]
+)
+
+#: A block of an observation.
+OFFLOAD_BLOCK = np.dtype(
+    [
+        ("hash", "<u8"),
+        ("index", "<i4"),  # position in the prompt
+        ("unused", "<i4"),
     ]
 )
 
@@ -402,6 +553,8 @@ EVENT = np.dtype(
         ("count", "<i4"),
         ("kind", "<i4"),  # event_kind
         ("flags", "<i4"),  # event_flag
+        ("tier", "<i4"),  # StorageTier
+        ("start", "<i4"),  # position of the first block, host tier only; -1: not told
     ]
 )
 
@@ -439,6 +592,8 @@ ADMISSION = np.dtype(
         ("id_lo", "<u8"),
         ("slot", "<i4"),
         ("reused", "<i4"),
+        ("device", "<i4"),  # host tier, first admission: reused tokens that were on the device; -1: not told
+        ("unused", "<i4"),
     ]
 )
 
@@ -500,7 +655,7 @@ ADMISSION_LOG = np.dtype(
         ("worker", "<i4"),
         ("dp_rank", "<i4"),
         ("pool", "<i4"),  # Pool
-        ("unused", "<i4"),
+        ("device_tokens", "<i4"),  # with a host tier, first admission: those of them that the device had; -1: not told
     ]
 )
 

@@ -59,6 +59,7 @@ from kvsim.errors import CommandError, ConfigError, PoisonedError, SnapshotError
 from kvsim.handoff import HandoffCommand, RankHandoffs
 from kvsim.integrity import check_rank
 from kvsim.layout import FailReason, HandoffRole
+from kvsim.offload.observer import tell
 from kvsim.policies import Policy, get_policy
 from kvsim.policies.base import Directive
 from kvsim.timing import TimingParameters, resolve_timing
@@ -68,12 +69,15 @@ __all__ = ["RankSnapshot", "SchedulerRank", "StuckHead"]
 _MASK64 = (1 << 64) - 1
 _MAX_TOKENS = 2**31 - 1
 _UNLIMITED = 2**62
+#: One decimal GB/s.
+_BYTES_PER_MS = 1e6
 #: Leading tokens that tell two waiting prompts apart (spec/sglang.md section 6.3).
 _HEAD_TOKENS = 32
 
 _HAS_TOKEN, _COMPLETED, _REJECTED, _FAILED, _HAS_CACHED, _HELD = 1, 2, 4, 8, 16, 32
 _STORED = 0
 _HAS_PARENT = 1
+_TIERS = ("device", "host_pinned")
 _WORKER = {"aggregated": 0, "prefill": 1, "decode": 2}
 #: Commands on one half of a handoff, and whether that is the destination.
 _HALVES: dict[type, tuple[HandoffCommand, bool]] = {
@@ -233,14 +237,17 @@ class KvEvents(Sequence[KvEvent]):
                     StoredBlock(
                         int(row["block_hash"]),
                         int(row["tokens_hash"]),
-                        None if self._tokens is None else self._tokens[first + i],
+                        # A store may end long after the request whose tokens they are.
+                        None if self._tokens is None or event["tier"] else self._tokens[first + i],
                     )
                     for i, row in enumerate(rows)
                 ),
+                int(event["start"]) if event["start"] >= 0 else None,
             )
         else:
             data = Removed(tuple(rows["block_hash"].tolist()))
-        return KvEvent(int(event["event_id"]), self._worker_id, self._dp_rank, data)
+        tier = _TIERS[int(event["tier"])]
+        return KvEvent(int(event["event_id"]), self._worker_id, self._dp_rank, data, tier)
 
     def __iter__(self) -> Iterator[KvEvent]:
         return (self[i] for i in range(len(self)))
@@ -262,6 +269,11 @@ def _id_of(row: Any) -> int:
 
 def _admission(row: Any) -> Admission:
     return Admission(_id_of(row), int(row["reused"]))
+
+
+def _tiered_admission(row: Any) -> Admission:
+    reused, device = int(row["reused"]), int(row["device"])
+    return Admission(_id_of(row), reused, None if device < 0 else (device, reused - device))
 
 
 def _output_builder(config: EngineConfig) -> Callable[[Any], Output]:
@@ -343,6 +355,16 @@ def _config_row(
         "giveback": directive.giveback_blocks,
         "keep_locals": config.emit_kv_events,
     }
+    offload = config.native_host_offload
+    if offload is not None:
+        values |= {
+            "host": True,
+            # More rows than a table can have are never needed.
+            "host_blocks": min(offload.num_host_blocks, _MAX_TOKENS),
+            "block_bytes": config.tokens_per_block * (config.kv_cache_bytes_per_token or 0),
+            "store_rate": offload.d2h_bandwidth_gbps * _BYTES_PER_MS,
+            "load_rate": offload.h2d_bandwidth_gbps * _BYTES_PER_MS,
+        }
     for name, value in values.items():
         row[name] = value
     row["accept_rates"][0, : len(rates)] = rates
@@ -359,7 +381,7 @@ class SchedulerRank:
     timing : TimingModel, or a profile of `kvsim.timing.load_profile`, optional
         In place of the configuration's timing model.
     observer : HostOffloadObserver, optional
-        Hooks around lower-tier transfers.
+        Hooks around the transfers of `native_host_offload`.
     policy : Policy or str, optional
         Scheduling policy; the backend's own if omitted.
 
@@ -379,6 +401,7 @@ class SchedulerRank:
         "_block_tokens",
         "_build_output",
         "_handoffs",
+        "_host",
         "_params",
         "_poison",
         "_policy",
@@ -400,8 +423,9 @@ class SchedulerRank:
         observer: HostOffloadObserver | None = None,
         policy: Policy | str | None = None,
     ) -> None:
-        if config.native_host_offload is not None:
-            raise ConfigError("native_host_offload", "is not simulated by this version")
+        self._host = config.native_host_offload is not None
+        if self._host and identity.dp_size != 1:
+            raise ConfigError("native_host_offload", f"needs dp_size 1, got {identity.dp_size}")
         self.identity = identity
         self.config = config
         self.observer = observer
@@ -419,6 +443,7 @@ class SchedulerRank:
             self._params.model,
             self._params.profile,
         )
+        self._state.observed = self._host and observer is not None
         self._handoffs = RankHandoffs(self._state, config)
         self._build_output = _output_builder(config)
         self._token_ids = config.emit_kv_token_ids
@@ -454,6 +479,8 @@ class SchedulerRank:
         if not math.isfinite(context.now_ms) or context.now_ms < 0:
             raise CommandError(f"now_ms: must be finite and >= 0, got {context.now_ms}")
         admitting = context.allow_immediate_admission
+        if self._host:
+            self._state.at(context.now_ms)
         if isinstance(command, Submit):
             effects = CommandEffects(self._submit(command.request))
         elif isinstance(command, SubmitHandoffPrefill):
@@ -481,6 +508,7 @@ class SchedulerRank:
         if not context.pass_in_flight:
             effects.kv_events = self._drain_events()
         effects.metrics = self.metrics()
+        self._tell_observer()
         return effects
 
     def _new_content(self, request: Request) -> tuple[int, int, int, Any]:
@@ -565,11 +593,17 @@ class SchedulerRank:
             A callable timing model failed or returned nonsense. The rank is poisoned.
         PoisonedError
             An earlier pass failed.
+        CommandError
+            A transfer that ended earlier was not processed yet; nothing has changed.
         """
         self._check_alive()
         if not math.isfinite(now_ms) or now_ms < 0:
             raise CommandError(f"now_ms: must be finite and >= 0, got {now_ms}")
         state = self._state
+        if self._host and state.deadline() < now_ms:
+            raise CommandError(
+                f"now_ms: a transfer ended at {state.deadline()}, call process_internal_work first, got {now_ms}"
+            )
         try:
             end_ms = state.execute(now_ms)
         except BaseException as error:
@@ -577,7 +611,7 @@ class SchedulerRank:
             raise
         admissions: Sequence[Admission] = ()
         if state.num_admissions:
-            admissions = Rows(state.admissions(), _admission)
+            admissions = Rows(state.admissions(), _tiered_admission if self._host else _admission)
         pressures: Sequence[PressureEvent] = ()
         if state.num_pressures:
             pressures = Rows(state.pressures(), self._pressure_builder(now_ms))
@@ -605,6 +639,7 @@ class SchedulerRank:
             ForwardPassMetrics(*state.fpm(), end_ms - now_ms),
             state.acceptance,
         )
+        self._tell_observer()
         return RankPass(end_ms, self._retry_hint(), start, PendingPass(now_ms, effects))
 
     def _retry_hint(self) -> SameTimestampRetry:
@@ -632,6 +667,8 @@ class SchedulerRank:
             raise CommandError(f"end_ms: must be finite and >= {pending.started_at_ms}, got {end_ms}")
         pending.completed = True
         effects = pending.effects
+        if self._host:
+            self._state.boundary(end_ms)
         effects.lifecycle_events += self._retry()
         late = self._drain_events()
         if late:
@@ -647,19 +684,24 @@ class SchedulerRank:
         duration = end_ms - pending.started_at_ms
         if effects.forward_pass_metrics.duration_ms != duration:
             effects.forward_pass_metrics = effects.forward_pass_metrics._replace(duration_ms=duration)
+        self._tell_observer()
         return effects
 
     def complete_idle_group_pass(self, started_at_ms: float, end_ms: float) -> PassCompletionEffects:
         """Cross the boundary of a group pass in which this rank had no work."""
         self._check_alive()
         duration = max(0.0, end_ms - started_at_ms)
-        return PassCompletionEffects(
+        if self._host:
+            self._state.boundary(end_ms)
+        effects = PassCompletionEffects(
             (),
             self._retry(),
             self._drain_events(),
             self.metrics(),
             ForwardPassMetrics(0, 0, 0.0, 0, 0, 0, 0.0, 0, 0, 0.0, 0, 0, 0.0, duration),
         )
+        self._tell_observer()
+        return effects
 
     # ------------------------------------------------------------ one of a group
 
@@ -717,22 +759,36 @@ class SchedulerRank:
 
     def next_internal_deadline_ms(self) -> float | None:
         """Earliest end of a transfer in flight, or None."""
-        return None
+        deadline = self._state.deadline() if self._host else math.inf
+        return None if deadline == math.inf else deadline
 
     def process_internal_work(self, now_ms: float, pass_in_flight: bool) -> InternalEffects:
-        """Settle transfers due at `now_ms`; nothing at all while a pass is in flight."""
+        """Settle transfers due at `now_ms`; nothing at all while a pass is in flight.
+
+        Raises
+        ------
+        CommandError
+            `now_ms` is not a time.
+        """
+        self._check_alive()
+        if not math.isfinite(now_ms) or now_ms < 0:
+            raise CommandError(f"now_ms: must be finite and >= 0, got {now_ms}")
         if pass_in_flight:
             return InternalEffects()
-        return InternalEffects(kv_events=self._drain_events())
+        if self._host:
+            self._state.internal_work(now_ms)
+        effects = InternalEffects(kv_events=self._drain_events())
+        self._tell_observer()
+        return effects
 
     def is_ready(self) -> bool:
-        """Whether a pass could have work: a request waits or runs.
+        """Whether a pass could have work: a request waits or runs, and not only for transfers.
 
         SGLang is ready as long as it owns anything at all, halves of handoffs
         included, and while prefill has to wait for its interval: ask
         `waiting_for_external_command`, too, before executing passes in a row.
         """
-        return self._poison is None and not (self._idle() if self._radix else self._state.empty())
+        return self._poison is None and (not self._idle() if self._radix else self._state.runnable())
 
     def is_empty(self) -> bool:
         """Whether no request waits or runs; halves of handoffs that only a command moves do not count."""
@@ -751,7 +807,10 @@ class SchedulerRank:
 
     def waiting_for_external_command(self) -> bool:
         """Whether only a later command can make progress: halves of handoffs are left, but no request to run."""
-        return self._state.empty() and not self._state.drained() and not self._counts_down()
+        return self._waits_for_command() and not self._counts_down()
+
+    def _waits_for_command(self) -> bool:
+        return bool(self._state.empty() and self.header[0]["num_live"])
 
     def metrics(self) -> Metrics:
         """Occupancy now."""
@@ -821,6 +880,11 @@ class SchedulerRank:
         return self._state.waiting_slots()
 
     @property
+    def connector(self) -> npt.NDArray[np.int64]:
+        """Row numbers of requests that wait for transfers of the host tier, or look at them first, in order; a copy."""
+        return self._state.connector_slots()
+
+    @property
     def header(self) -> npt.NDArray[Any]:
         """Scalars of the rank, read-only view of `layout.HEADER`, shape (1,)."""
         return self._state.view("header")
@@ -878,6 +942,7 @@ class SchedulerRank:
         other._build_output, other._token_ids = self._build_output, self._token_ids
         other._block_tokens = list(self._block_tokens)
         other._radix = self._radix
+        other._host = self._host
         other._poison = None
         other._state = self._state.fork()
         other._handoffs = RankHandoffs(other._state, self.config)
@@ -907,6 +972,10 @@ class SchedulerRank:
         return f"{self._state.digest():016x}"
 
     # ------------------------------------------------------------ inside
+
+    def _tell_observer(self) -> None:
+        if self._host and self.observer is not None:
+            tell(self.observer, *self._state.drain_offload())
 
     def _check_alive(self) -> None:
         if self._poison is not None:

@@ -36,6 +36,7 @@ def explicit_cases(*backends: str) -> list[Path]:
             and "tokenization" not in payload
             and spec["topology"]["kind"] == "aggregated"
             and spec["engine"].get("dp_size", 1) == 1
+            and "native_host_offload" not in spec["engine"]["rank"]
             and spec["engine"]["rank"].get("backend", "vllm") in backends
         ):
             found.append(path)

@@ -39,7 +39,9 @@ def build(payload: dict[str, Any], *, check: bool = False) -> System:
         pools = {name: pool_of(engine[name], topology[name], name) for name in (PREFILL, DECODE)}
     concurrency, speedup = spec.get("max_in_flight"), 1.0
     if payload.get("traffic"):
-        plan = workload_from_traffic(payload["traffic"], engine_block_size=next(iter(pools.values()))[0].tokens_per_block)
+        plan = workload_from_traffic(
+            payload["traffic"], engine_block_size=next(iter(pools.values()))[0].tokens_per_block
+        )
         workload, concurrency, speedup = plan.workload, plan.concurrency, plan.speedup
     else:
         workload = workload_from_requests(spec["requests"], strict=False)
@@ -63,7 +65,9 @@ class TraceReport:
 
     def __init__(self, system: System, sla: dict[str, float]) -> None:
         self.summary = summary(system, sla)
-        self.per_request = [row(system, record, None) for record in system.records.values() if record.status is not None]
+        self.per_request = [
+            row(system, record, None) for record in system.records.values() if record.status is not None
+        ]
 
 
 def run_trace_replay(path: str, **options: Any) -> TraceReport:

@@ -31,8 +31,8 @@ import numpy as np
 
 from kvsim import layout
 from kvsim._core.engine cimport (
-    engine_active, engine_drained, engine_emit, engine_empty, engine_events_shown, engine_fail_stuck,
-    engine_register_source,
+    engine_active, engine_boundary, engine_deadline, engine_drained, engine_emit, engine_events_shown, engine_fail_stuck,
+    engine_internal_work, engine_register_source, engine_runnable,
     engine_reserve, engine_reserve_error, engine_retries, engine_retry, engine_schedule, engine_stuck, engine_submit,
     engine_unblock, engine_visible_events, engine_waiting,
 )
@@ -158,8 +158,8 @@ cdef class Fleet:
         Takes the gaps between tokens of completed requests.
     handoffs : ndarray of layout.HANDOFF_RECORD, shape (n,), optional
         Filled in place; needed for prefill and decode pools.
-    capture_admissions, capture_outputs, record_passes : bool
-        Logs to keep; they grow with the run.
+    capture_admissions, capture_outputs, record_passes, capture_offload : bool
+        Logs to keep; they grow with the run. The last is kept by the ranks.
     watch_gauges : bool
         Keep `gauges` and count decoded tokens.
     watch_passes : bool
@@ -237,6 +237,8 @@ cdef class Fleet:
     cdef bint capture_admissions
     cdef bint capture_outputs
     cdef bint record_passes
+    cdef bint capture_offload
+    cdef bint has_host            # some worker has a host tier
     cdef bint watch_gauges
     cdef bint watch_passes
     cdef object _gauges
@@ -278,7 +280,7 @@ cdef class Fleet:
     cdef object error
 
     def __init__(self, records, histogram, *, handoffs=None, capture_admissions=False, capture_outputs=False,
-                 record_passes=False, watch_gauges=False, watch_passes=False):
+                 record_passes=False, capture_offload=False, watch_gauges=False, watch_passes=False):
         self._states = []
         self._records = records
         self.records = <request_record_t*>cnp.PyArray_DATA(<cnp.ndarray>records)
@@ -290,6 +292,7 @@ cdef class Fleet:
         self.capture_admissions = capture_admissions
         self.capture_outputs = capture_outputs
         self.record_passes = record_passes
+        self.capture_offload = capture_offload
         self.watch_gauges = watch_gauges or watch_passes
         self.watch_passes = watch_passes
         self._fpm_open, self._fpm = {}, {}
@@ -356,6 +359,8 @@ cdef class Fleet:
             self.ranks[first + i] = (<RankState>state).bind()
             self.ranks[first + i].grouped = len(states) > 1
             self.ranks[first + i].want_firsts = self.note_firsts
+            self.ranks[first + i].want_offload = self.capture_offload
+            self.has_host |= self.ranks[first + i].config.host != 0
             self.rank_workers[first + i] = w
             memset(&self.gauge_rows[first + i], 0, sizeof(gauge_t))
         self.num_ranks += len(states)
@@ -1055,9 +1060,7 @@ cdef class Fleet:
     cdef void complete(self, int64_t w) noexcept nogil:
         """The pass in flight of worker `w` ends: what it did becomes visible."""
         cdef worker_t* worker = &self.workers[w]
-        cdef note_t* n
         cdef int64_t i
-        cdef int32_t slot
         worker.busy = 0
         if unlikely(worker.watched):
             worker.watched = 0
@@ -1068,11 +1071,7 @@ cdef class Fleet:
             self.settle(w, &self.ends[w][i], worker.busy_until)
         worker.num_ends = 0
         for i in range(worker.first_rank, worker.first_rank + worker.num_ranks):
-            if unlikely(self.ranks[i].header.num_pending > 0):
-                slot = engine_retry(self.ranks[i])
-                if slot >= 0:
-                    n = self.put_note(NOTE_RESERVED, w, self.reserved(i, slot))
-                    n.value = self.ranks[i].handoffs[slot].transferable
+            self.cross_boundary(w, i)
             self.show_events(i, worker.busy_until)
             if self.watch_gauges:
                 self.read_gauge(i, True)
@@ -1080,6 +1079,21 @@ cdef class Fleet:
             with gil:
                 self.publish_fpm(w)
         self.queue(w)
+
+    cdef inline void cross_boundary(self, int64_t w, int64_t rank) noexcept nogil:
+        """A rank is between two passes: its transfers go on, its first pending destination is tried.
+
+        Spec/host-offload.md section 6, spec/handoff.md section 3.
+        """
+        cdef int32_t slot
+        cdef note_t* n
+        engine_boundary(self.ranks[rank], self.workers[w].busy_until)
+        if likely(self.ranks[rank].header.num_pending == 0):
+            return
+        slot = engine_retry(self.ranks[rank])
+        if slot >= 0:
+            n = self.put_note(NOTE_RESERVED, w, self.reserved(rank, slot))
+            n.value = self.ranks[rank].handoffs[slot].transferable
 
     cdef inline void show_events(self, int64_t rank, double at_ms) noexcept nogil:
         """Stamp the events that became visible."""
@@ -1144,12 +1158,12 @@ cdef class Fleet:
         cdef int64_t first = worker.first_rank
         cdef int64_t last = first + worker.num_ranks
         for i in range(first, last):
-            work |= not engine_empty(self.ranks[i])
+            work |= engine_runnable(self.ranks[i])
         for i in range(first, last):
             r = self.ranks[i]
             r.want_signals = self.capture_outputs
             # A prefill interval is counted in passes; without any request they follow at once.
-            if engine_empty(r) and (work or not counts_down(r)):
+            if not engine_runnable(r) and (work or not counts_down(r)):
                 r.num_signals = 0
                 r.num_admissions = 0
                 r.p.num_ready = -1
@@ -1190,6 +1204,10 @@ cdef class Fleet:
         if progress:
             return 2
         worker.log_count -= 1
+        # A pass without effect ends like any other for the ranks that ran, not for their idle siblings.
+        for i in range(first, last):
+            if self.ranks[i].p.num_ready >= 0:
+                self.cross_boundary(w, i)
         # The group tries again as long as any rank asks for it.
         for i in range(first, last):
             if self.ranks[i].p.num_ready >= 0 and engine_retries(self.ranks[i]):
@@ -1262,6 +1280,7 @@ cdef class Fleet:
             out["worker"] = worker
             out["dp_rank"] = dp_rank
             out["pool"] = pool
+            out["device_tokens"] = rows["device"]
             self.admission_count += n
         if self.capture_outputs and r.num_signals and pool != POOL_PREFILL:
             rows = state.signals()
@@ -1398,19 +1417,51 @@ cdef class Fleet:
             next_ms = self.workers[self.heap[0]].busy_until
         if self.feed_at < self.feed_count and self.feed_cap == 0 and self.feed_times[self.feed_at] < next_ms:
             next_ms = self.feed_times[self.feed_at]
+        if self.has_host:
+            next_ms = min(next_ms, self.next_deadline())
         return next_ms
+
+    cdef double next_deadline(self) noexcept nogil:
+        """When the next transfer of an idle worker ends; a busy one looks at its own when its pass ends."""
+        cdef double next_ms = INFINITY
+        cdef int64_t w
+        for w in range(self.num_workers):
+            if self.workers[w].live and not self.workers[w].busy:
+                next_ms = min(next_ms, engine_deadline(self.ranks[self.workers[w].first_rank]))
+        return next_ms
+
+    cdef void settle_transfers(self) noexcept nogil:
+        """Transfers of idle workers that are over at this instant."""
+        cdef int64_t w
+        cdef int64_t rank
+        for w in range(self.num_workers):
+            if not self.workers[w].live or self.workers[w].busy:
+                continue
+            rank = self.workers[w].first_rank
+            if engine_deadline(self.ranks[rank]) <= self.now_ms:
+                engine_internal_work(self.ranks[rank], self.now_ms)
+                self.show_events(rank, self.now_ms)
+                if self.watch_gauges:
+                    self.read_gauge(rank, False)
+                self.queue(w)
 
     cdef void advance(self, double now_ms) noexcept nogil:
         """Go to an instant and end the passes that end at it, by pool and worker."""
-        cdef int64_t i
         self.now_ms = now_ms
+        self.wake_idle()
+        if self.has_host:
+            self.settle_transfers()
+        while self.heap_count > 0 and self.workers[self.heap[0]].busy_until <= now_ms:
+            self.complete(self.heap_pop())
+
+    cdef void wake_idle(self) noexcept nogil:
+        """Let workers whose pass did nothing try again."""
+        cdef int64_t i
         for i in range(self.idle_count):
             self.workers[self.idle[i]].listed = 0
             if self.workers[self.idle[i]].deferred and self.workers[self.idle[i]].live:
                 self.queue(self.idle[i])
         self.idle_count = 0
-        while self.heap_count > 0 and self.workers[self.heap[0]].busy_until <= now_ms:
-            self.complete(self.heap_pop())
 
     cdef int start_passes(self, int64_t* budget) noexcept nogil:
         """Idle workers start passes, lowest first, until none does anything or something was noted."""
@@ -1499,9 +1550,14 @@ cdef class Fleet:
         self._end_call()
         return result
 
-    def start(self):
-        """Start passes at this instant without letting time pass; true if something was noted meanwhile."""
+    def start(self, bint again=False):
+        """Start passes at this instant without letting time pass; true if something was noted meanwhile.
+
+        Workers whose pass at this instant did nothing try once more with `again`.
+        """
         cdef int64_t budget = 0
+        if again:
+            self.wake_idle()
         self._begin_call()
         with nogil:
             self.start_passes(&budget)
@@ -1520,7 +1576,7 @@ cdef class Fleet:
                 raise (<RankState>state).take_error()
 
     def next_event_ms(self):
-        """When the next pass ends or the feed releases something; infinity if never."""
+        """When the next pass or transfer ends or the feed releases something; infinity if never."""
         return self.next_event()
 
     def fail_stuck(self):

@@ -6,6 +6,7 @@ from kvsim._core.handoff cimport (
     destination_activate, destination_drop, destination_hold, handoff_open, pending_push, pending_remove,
     source_forget,
 )
+from kvsim._core.host cimport host_boundary, host_deadline, host_work
 from kvsim._core.paged_pass cimport (
     paged_activate, paged_cancel, paged_emit, paged_free, paged_misfit, paged_open, paged_reserve, paged_schedule,
     paged_settle, paged_stuck, paged_unblock,
@@ -195,18 +196,51 @@ cdef inline int64_t engine_waiting(const rank_t* r) noexcept nogil:
     """Waiting requests as metrics count them: destinations too, from the start."""
     cdef const header_t* h = r.header
     cdef int64_t prebuilt = h.num_materialised if r.config.engine == RADIX else 0
-    return h.num_waiting + prebuilt + h.num_pending + h.num_held_destinations
+    return h.num_waiting + h.num_connector + prebuilt + h.num_pending + h.num_held_destinations
 
 
 cdef inline bint engine_empty(const rank_t* r) noexcept nogil:
     """Whether no request waits or runs; halves of handoffs that a command has to move do not count."""
-    return r.header.num_running + r.header.num_waiting == 0 and (
+    return r.header.num_running + r.header.num_waiting + r.header.num_connector == 0 and (
         r.config.engine != RADIX or r.header.num_materialised == 0)
 
 
 cdef inline bint engine_drained(const rank_t* r) noexcept nogil:
-    """Whether the rank owns nothing: no request and no half of a handoff."""
-    return r.header.num_live == 0
+    """Whether the rank owns nothing: no request, no half of a handoff and no transfer."""
+    return r.header.num_live + r.header.num_transfers == 0
+
+
+cdef inline bint engine_runnable(const rank_t* r) noexcept nogil:
+    """Whether a pass has somebody to look at: not if all who are left wait for transfers."""
+    return not engine_empty(r) and (
+        r.header.num_asleep == 0 or r.header.num_running + r.header.num_waiting + r.header.num_connector
+        > r.header.num_asleep)
+
+
+# ---------------------------------------------------------------- transfers of the host tier
+
+cdef inline void engine_at(rank_t* r, double now_ms) noexcept nogil:
+    """Before a command: when it is applied, for the transfers it cancels."""
+    r.command_ms = now_ms
+
+
+cdef inline double engine_deadline(const rank_t* r) noexcept nogil:
+    """When the next transfer ends, infinity if there is none. While a pass is in flight nothing happens then."""
+    if likely(r.header.num_transfers == 0):
+        return 1e999
+    return host_deadline(r)
+
+
+cdef inline void engine_internal_work(rank_t* r, double now_ms) noexcept nogil:
+    """Settle transfers due at `now_ms`; not while a pass is in flight."""
+    if r.header.num_transfers > 0:
+        host_work(r, now_ms)
+
+
+cdef inline void engine_boundary(rank_t* r, double end_ms) noexcept nogil:
+    """The pass of the rank, or of its group, ends: after `engine_emit`, before `engine_retry`."""
+    if r.header.num_transfers > 0:
+        host_boundary(r, end_ms)
 
 
 cdef inline bint engine_retries(const rank_t* r) noexcept nogil:

@@ -6,7 +6,7 @@
 
 from libc.stdint cimport int32_t, uint64_t
 
-from kvsim._core.types cimport GROW_EVENTS, GROW_EVENT_BLOCKS, event_block_t, event_t, rank_t, unlikely
+from kvsim._core.types cimport DEVICE, GROW_EVENTS, GROW_EVENT_BLOCKS, event_block_t, event_t, rank_t, unlikely
 
 
 cdef inline int event_open(rank_t* r, int32_t kind, uint64_t parent, int32_t flags) noexcept nogil:
@@ -22,6 +22,8 @@ cdef inline int event_open(rank_t* r, int32_t kind, uint64_t parent, int32_t fla
     event.count = 0
     event.kind = kind
     event.flags = flags
+    event.tier = DEVICE
+    event.start = -1
     r.header.next_event_id += 1
     r.header.num_events += 1
     return 0

@@ -8,6 +8,10 @@
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from kvsim._core.handoff cimport materialised_leave, source_hold
+from kvsim._core.host cimport (
+    LOOKUP_DEFERRED, host_admitted, host_begin, host_candidate, host_drop, host_fence, host_headroom, host_load,
+    host_lookup, host_observe, host_open, host_preempted, host_sleep, queue_leave,
+)
 from kvsim._core.lease cimport (
     blocks_of, lease_append, lease_close, lease_grow, lease_seal, prefix_cost,
 )
@@ -21,10 +25,10 @@ from kvsim._core.rng cimport rng_accept
 from kvsim._core.signals cimport count_pass, emit_token, pass_open, pressure, rejected_last, signal
 from kvsim._core.timing cimport timing_decode, timing_prefill
 from kvsim._core.types cimport (
-    ASK_VICTIM, BUDGET_TOO_SMALL, BY_SCORE, COMPLETED, CROWDED, DECODE, MATERIALISED, MODEL_LENGTH, NEWEST, NOT_ADMITTED,
-    NO_REASON, NO_SLOT, OUTGREW_POOL, OUTGROWN, PASS_FAILED, PASS_OK, POOL_TOO_SMALL, PREEMPTED, PREFILL, REJECTED,
-    RUNNING, SCORED, SIGNALLED, TO_COMPLETION, WAITING, admission_t, config_t, content_t, header_t, likely, pass_t,
-    prefetch, pressure_t, rank_t, request_t, unlikely,
+    ASK_VICTIM, BUDGET_TOO_SMALL, BY_SCORE, COMPLETED, CONNECTOR, CROWDED, DECODE, MATERIALISED, MODEL_LENGTH,
+    NEWEST, NOT_ADMITTED, NO_REASON, NO_SLOT, OUTGREW_POOL, OUTGROWN, PASS_FAILED, PASS_OK, POOL_TOO_SMALL,
+    PREEMPTED, PREFILL, REJECTED, RUNNING, SCORED, SIGNALLED, TO_COMPLETION, WAITING, admission_t, config_t,
+    content_t, header_t, likely, pass_t, prefetch, pressure_t, rank_t, request_t, unlikely,
 )
 
 cdef enum verdict:  # of scheduling one request
@@ -37,6 +41,7 @@ cdef enum answer:  # of a policy's admission hook
     WAIT = 0
     ADMIT = 1
     REJECT = 2
+    SLEEP = 3   # with a host tier: the request waits for a transfer
 
 
 # ---------------------------------------------------------------- entering and leaving
@@ -70,6 +75,8 @@ cdef int32_t paged_open(
         q.hashed = <int32_t>(num_input // c.block_size)
         if q.hashed > content.num_hashes:
             q.hashed = <int32_t>content.num_hashes
+    if unlikely(c.host):
+        host_open(r, slot)
     return slot
 
 
@@ -85,7 +92,10 @@ cdef inline void finish(rank_t* r, int32_t slot) noexcept nogil:
 
 
 cdef inline void drop_waiting(rank_t* r, int32_t slot) noexcept nogil:
-    waiting_remove(r, slot)
+    if unlikely(r.requests[slot].host & CONNECTOR):
+        host_drop(r, slot)
+    else:
+        waiting_remove(r, slot)
     row_release(r, slot)
 
 
@@ -100,12 +110,14 @@ cdef void paged_cancel(rank_t* r, int32_t slot) noexcept nogil:
         r.header.capacity_generation += 1
         row_release(r, slot)
         return
-    waiting_remove(r, slot)
     if unlikely(q.flags & MATERIALISED):
+        waiting_remove(r, slot)
         materialised_leave(r, slot)
         lease_close(r, slot)
         r.header.capacity_generation += 1
-    row_release(r, slot)
+        row_release(r, slot)
+        return
+    drop_waiting(r, slot)
 
 
 # ---------------------------------------------------------------- halves of handoffs
@@ -223,6 +235,8 @@ cdef void preempt(rank_t* r, int64_t index) noexcept nogil:
         elif q.length < q.limit:
             moments_undo(&p.decode, q.length)
         q.stamp = -1
+    if unlikely(r.config.host):
+        host_preempted(r, slot)
     lease_close(r, slot)
     running_leave(r, slot)
     running_delete(r, index)
@@ -264,12 +278,11 @@ cdef void preempt_for_sample(rank_t* r, int64_t index) noexcept nogil:
 
 # ---------------------------------------------------------------- scheduling one request
 
-cdef void adjusted_cost(const rank_t* r, int32_t slot, int64_t* cached, int64_t* active) noexcept nogil:
-    """Prefix cost in blocks after the recompute adjustment (spec/kv-cache.md section 5)."""
+cdef inline void recompute(const rank_t* r, int32_t slot, int64_t* cached, int64_t* active) noexcept nogil:
+    """Give back blocks of a prefix cost that are computed again (spec/kv-cache.md section 5)."""
     cdef const request_t* q = &r.requests[slot]
     cdef const config_t* c = r.config
     cdef int64_t most
-    prefix_cost(r, slot, cached, active)
     if cached[0] == 0 or q.length >= q.limit:
         return
     if c.recompute_last:
@@ -280,6 +293,12 @@ cdef void adjusted_cost(const rank_t* r, int32_t slot, int64_t* cached, int64_t*
         cached[0] -= c.giveback
     if active[0] > cached[0]:
         active[0] = cached[0]
+
+
+cdef void adjusted_cost(const rank_t* r, int32_t slot, int64_t* cached, int64_t* active) noexcept nogil:
+    """Prefix cost in blocks after the recompute adjustment."""
+    prefix_cost(r, slot, cached, active)
+    recompute(r, slot, cached, active)
 
 
 cdef int schedule(rank_t* r, int32_t slot, bint from_waiting, int64_t cached_blocks) noexcept nogil:
@@ -295,6 +314,8 @@ cdef int schedule(rank_t* r, int32_t slot, bint from_waiting, int64_t cached_blo
     cdef int64_t after
     cdef int64_t index
     cdef int64_t room
+    cdef int64_t owned
+    cdef int64_t found
     cdef bint himself
     if not c.chunked and q.num_input - prompt_before > p.budget:
         return BLOCKED
@@ -302,7 +323,10 @@ cdef int schedule(rank_t* r, int32_t slot, bint from_waiting, int64_t cached_blo
         return BLOCKED
     after = before + want
     if after > q.capacity or after > q.allocated:
-        while not lease_grow(r, slot, after, cached_blocks if q.computed == 0 else 0):
+        owned = q.n_blocks
+        # What a load has brought is owned already.
+        found = cached_blocks if q.computed == 0 and owned == 0 else 0
+        while not lease_grow(r, slot, after, found):
             index = pick_victim(r, slot)
             if index == -2:
                 return SCHEDULE_FAILED
@@ -315,6 +339,8 @@ cdef int schedule(rank_t* r, int32_t slot, bint from_waiting, int64_t cached_blo
             if himself:
                 return PREEMPTED_ITSELF
         q = &r.requests[slot]
+        if unlikely(r.config.host):
+            host_fence(r, slot, owned + found)
     if after == before and before < q.length:
         return BLOCKED
     if cached > 0:
@@ -453,6 +479,38 @@ cdef int gate(rank_t* r, int32_t slot, int64_t active_hits, int64_t* needed) noe
     return ADMIT
 
 
+cdef int host_gate(rank_t* r, int32_t slot, int64_t* cached, int64_t* needed) noexcept nogil:
+    """As `gate`, after a look into the host: what can be loaded from there is, before the request may enter.
+
+    A policy is asked when it enters. What a load has brought is used as it was
+    reserved, whatever became findable meanwhile.
+    """
+    cdef const request_t* q = &r.requests[slot]
+    cdef int64_t active
+    cdef int64_t base
+    cdef int64_t load
+    cdef int decision
+    if q.n_blocks > 0:
+        cached[0] = q.n_blocks
+        active = q.n_blocks
+    else:
+        prefix_cost(r, slot, cached, &active)
+    base = cached[0]
+    if host_lookup(r, slot, base, &load) == LOOKUP_DEFERRED:
+        host_sleep(r, slot)
+        return SLEEP
+    recompute(r, slot, cached, &active)
+    if active < q.n_blocks:
+        active = q.n_blocks
+    if load == 0:
+        return gate(r, slot, active, needed)
+    # A load may not take what prefills under way and other loads still need.
+    decision = gate(r, slot, active - host_headroom(r), needed)
+    if decision == ADMIT:
+        decision = SLEEP if host_load(r, slot, base, load) else WAIT
+    return decision
+
+
 cdef int schedule_waiting(rank_t* r) noexcept nogil:
     """Admissions in queue order; a blocked head blocks all behind it (spec/vllm.md section 4.3).
 
@@ -472,8 +530,10 @@ cdef int schedule_waiting(rank_t* r) noexcept nogil:
     if c.ask_order and not p.preempted_any and h.num_running < c.max_running and h.num_waiting > 1:
         if r.ask_order(r, NO_SLOT) < 0:
             return PASS_FAILED
-    while not p.preempted_any and h.num_running < c.max_running and h.waiting_head != NO_SLOT:
-        slot = h.waiting_head
+    while not p.preempted_any and h.num_running < c.max_running:
+        slot = host_candidate(r) if unlikely(c.host) else h.waiting_head
+        if slot == NO_SLOT:
+            break
         if unlikely(h.num_pending > 0):
             slot = first_materialised(r)
             if slot == NO_SLOT:
@@ -483,8 +543,14 @@ cdef int schedule_waiting(rank_t* r) noexcept nogil:
             if c.max_model_len > 0 and r.requests[slot].num_input >= c.max_model_len:
                 reject(r, slot, MODEL_LENGTH, r.requests[slot].num_input)
                 continue
-            adjusted_cost(r, slot, &cached, &active)
-            decision = gate(r, slot, active, &needed)
+            if unlikely(c.host):
+                decision = host_gate(r, slot, &cached, &needed)
+                h = r.header
+                if decision == SLEEP:
+                    continue
+            else:
+                adjusted_cost(r, slot, &cached, &active)
+                decision = gate(r, slot, active, &needed)
             # What can never run is not the policy's to decide: it would come and go for ever.
             if (c.ask_admission and decision != REJECT and needed <= c.num_blocks
                     and not r.requests[slot].flags & OUTGROWN):
@@ -503,7 +569,7 @@ cdef int schedule_waiting(rank_t* r) noexcept nogil:
             return PASS_FAILED
         if result != SCHEDULED:
             break
-        waiting_remove(r, slot)
+        queue_leave(r, slot)
         if unlikely(r.requests[slot].flags & (MATERIALISED | CROWDED)):
             if r.requests[slot].flags & MATERIALISED:
                 materialised_leave(r, slot)
@@ -515,6 +581,7 @@ cdef int schedule_waiting(rank_t* r) noexcept nogil:
         a.id_lo = r.requests[slot].id_lo
         a.slot = slot
         a.reused = r.requests[slot].reused
+        a.device = <int32_t>host_admitted(r, slot) if unlikely(c.host) else -1
         if r.requests[slot].sched_total == 0 and p.budget == 0:
             break
     return PASS_OK
@@ -607,8 +674,12 @@ cdef int paged_schedule(rank_t* r, double now_ms) noexcept nogil:
     cdef pass_t* p = &r.p
     cdef int64_t count
     pass_open(r, now_ms)
+    if unlikely(r.config.host):
+        host_begin(r)
     if schedule_running(r) != PASS_OK or schedule_waiting(r) != PASS_OK:
         return PASS_FAILED
+    if unlikely(r.config.host):
+        host_observe(r)
     count = p.prefill_count
     if count > 0 and timing_prefill(r, count, p.prefill_isl // count, p.prefill_prefix // count, &p.prefill_ms) < 0:
         return PASS_FAILED
@@ -617,6 +688,8 @@ cdef int paged_schedule(rank_t* r, double now_ms) noexcept nogil:
         return PASS_FAILED
     if p.num_ready > 0 and predict_decode(r) < 0:
         return PASS_FAILED
+    if unlikely(p.not_before_ms > now_ms):
+        now_ms = p.not_before_ms
     p.end_ms = (now_ms + p.prefill_ms) + p.decode_ms
     return PASS_OK
 
@@ -764,8 +837,11 @@ cdef int paged_stuck(const rank_t* r, int32_t* slot, int64_t* needed) noexcept n
     cdef const config_t* c = r.config
     needed[0] = 0
     slot[0] = r.header.waiting_head
-    if not r.header.effect_free:
+    # A transfer under way ends, and whoever waits for it looks again.
+    if not r.header.effect_free or r.header.num_transfers > 0:
         return NO_REASON
+    if unlikely(r.header.num_connector > 0):
+        slot[0] = r.host.connector_head
     if r.header.num_running > 0:
         slot[0] = r.running[0]
         needed[0] = blocks_of(r, r.requests[slot[0]].length)

@@ -5,7 +5,7 @@ from libc.string cimport memmove, memset
 
 from kvsim._core.types cimport (
     ACTIVATED, BY_SCORE, GROW_REQUESTS, HANDOFF, NO_BLOCK, NO_SLOT, PREEMPTED, RUNNING, SCORED, WAITING, content_t,
-    handoff_t, header_t, rank_t, request_t, unlikely,
+    handoff_t, header_t, offload_t, rank_t, request_t, unlikely,
 )
 
 
@@ -71,6 +71,8 @@ cdef inline void row_release(rank_t* r, int32_t slot) noexcept nogil:
     id_remove(r, slot)
     if unlikely(r.requests[slot].flags & HANDOFF):
         memset(&r.handoffs[slot], 0, sizeof(handoff_t))
+    if unlikely(r.config.host):
+        memset(&r.offloads[slot], 0, sizeof(offload_t))
     memset(&r.requests[slot], 0, sizeof(request_t))
     r.requests[slot].next = r.header.free_request
     r.header.free_request = slot

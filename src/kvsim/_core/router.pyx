@@ -15,7 +15,7 @@ from libc.math cimport INFINITY
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from kvsim._core.types cimport STORED, event_block_t, event_t
+from kvsim._core.types cimport DEVICE, STORED, event_block_t, event_t
 
 import numpy as np
 
@@ -475,6 +475,8 @@ cdef class RouterState:
     def apply(self, rank, events, blocks):
         """Follow KV events of a rank; a block that is stored twice and removed once is gone.
 
+        Only those of the device: what lies in a lower tier is not there for the next prompt at once.
+
         Parameters
         ----------
         rank : int
@@ -502,6 +504,8 @@ cdef class RouterState:
         self.make_room_present(stored)
         with nogil:
             for i in range(n):
+                if event[i].tier != DEVICE:
+                    continue
                 for k in range(event[i].first, event[i].first + event[i].count):
                     row = block_find(&self.present, block[k].block_hash)
                     if event[i].kind == STORED:

@@ -22,11 +22,13 @@ from kvsim import layout
 from kvsim.errors import CommandError, SnapshotError, TimingError
 from kvsim._core.metrics cimport kvsim_variance, moments_variance
 from kvsim._core.engine cimport (
-    engine_activate, engine_active, engine_cancel, engine_cancel_destination, engine_cancel_source, engine_drained,
-    engine_emit, engine_empty, engine_events_shown, engine_fail_stuck, engine_register_source, engine_release_source,
-    engine_reserve, engine_reserve_error, engine_retry, engine_schedule, engine_stuck, engine_submit, engine_unblock,
-    engine_visible_events, engine_waiting,
+    engine_activate, engine_active, engine_at, engine_boundary, engine_cancel, engine_cancel_destination,
+    engine_cancel_source, engine_deadline, engine_drained, engine_emit, engine_empty, engine_events_shown,
+    engine_fail_stuck, engine_internal_work, engine_register_source, engine_release_source, engine_reserve,
+    engine_reserve_error, engine_retry, engine_runnable, engine_schedule, engine_stuck, engine_submit,
+    engine_unblock, engine_visible_events, engine_waiting,
 )
+from kvsim._core.host cimport host_find, host_reindex, host_reset
 from kvsim._core.pool cimport pool_active
 from kvsim._core.radix cimport (
     cursor_t, radix_evict, radix_insert, radix_lock, radix_match, radix_match_length, radix_reindex, radix_reset,
@@ -37,10 +39,12 @@ from kvsim._core.rng cimport rng_seed
 from kvsim._core.signals cimport progressed
 from kvsim._core.timing cimport kvsim_modelled_ms
 from kvsim._core.types cimport (
-    DESTINATION_PENDING, GROW_EVENT_BLOCKS, GROW_EVENTS, GROW_NODES, GROW_PRESSURES, GROW_REQUESTS, GROW_RUNS,
-    GROW_SIGNALS, GROW_TABLES, NO_BLOCK, NO_ROLE, NO_SLOT, PASS_OK, RADIX, admission_t, block_t, config_t, content_t,
-    event_block_t, event_t, handoff_t, header_t, lease_t, node_t, pressure_t, profile_t, radix_t, rank_t, request_t,
-    run_t, signal_t, slot_t,
+    DESTINATION_PENDING, GROW_EVENT_BLOCKS, GROW_EVENTS, GROW_HOST_ENTRIES, GROW_NODES, GROW_OFFLOAD_BLOCKS,
+    GROW_OFFLOAD_EVENTS, GROW_PRESSURES, GROW_REQUESTS, GROW_RUNS, GROW_SIGNALS, GROW_TABLES, GROW_TRANSFER_BLOCKS,
+    GROW_TRANSFERS, NO_BLOCK, NO_ROLE, NO_SLOT, PASS_OK, RADIX, admission_t, block_t, config_t, content_t,
+    event_block_t, event_t, handoff_t, header_t, host_entry_t, host_t, lease_t, node_t, offload_block_t,
+    offload_event_t, offload_t, pressure_t, profile_t, radix_t, rank_t, request_t, run_t, signal_t, slot_t,
+    transfer_block_t, transfer_t,
 )
 from kvsim._core.xxh3 cimport xxh3_64
 
@@ -66,11 +70,26 @@ _SECTIONS = {
     "node_index": np.dtype("<i4"),
     "evict_heap": np.dtype("<i4"),
     "runs": layout.RUN,
+    "host": layout.HOST,
+    "host_entries": layout.HOST_ENTRY,
+    "host_index": np.dtype("<i4"),
+    "transfers": layout.TRANSFER,
+    "transfer_blocks": layout.TRANSFER_BLOCK,
+    "offloads": layout.OFFLOAD,
+    "sources": np.dtype("<i4"),
+    "offload_events": layout.OFFLOAD_EVENT,
+    "offload_blocks": layout.OFFLOAD_BLOCK,
 }
 
 #: Sections that only the paged engines use, and only the radix engine: the others hold one row of them.
 _PAGED_SECTIONS = ("free_stack", "blocks", "slots", "tables")
 _RADIX_SECTIONS = ("radix", "leases", "nodes", "node_index", "evict_heap", "runs")
+
+#: Sections of the host tier; a rank without one holds one row of each.
+_HOST_SECTIONS = (
+    "host", "host_entries", "host_index", "transfers", "transfer_blocks", "offloads", "sources", "offload_events",
+    "offload_blocks",
+)
 
 
 cdef int64_t power_of_two(int64_t n) noexcept:
@@ -166,6 +185,13 @@ cdef class RankState:
         }
         for name in _PAGED_SECTIONS if radix else _RADIX_SECTIONS:
             sizes[name] = 1
+        sizes.update(dict.fromkeys(_HOST_SECTIONS, 1))
+        if config["host"][0]:
+            entries = power_of_two(min(int(config["host_blocks"][0]), 1024))
+            sizes.update({
+                "host_entries": entries, "host_index": 2 * entries, "transfers": 64, "transfer_blocks": 1024,
+                "offloads": 64, "sources": blocks, "offload_events": 64, "offload_blocks": 1024,
+            })
         self.arena = np.zeros(self._plan(sizes), np.uint8)
         self._bind_arena()
         self._alloc_scratch(64)
@@ -208,6 +234,21 @@ cdef class RankState:
         r.node_index = <int32_t*>(base + <int64_t>o["node_index"][0])
         r.evict_heap = <int32_t*>(base + <int64_t>o["evict_heap"][0])
         r.runs = <run_t*>(base + <int64_t>o["runs"][0])
+        r.host = <host_t*>(base + <int64_t>o["host"][0])
+        r.host_entries = <host_entry_t*>(base + <int64_t>o["host_entries"][0])
+        r.host_index = <int32_t*>(base + <int64_t>o["host_index"][0])
+        r.transfers = <transfer_t*>(base + <int64_t>o["transfers"][0])
+        r.transfer_blocks = <transfer_block_t*>(base + <int64_t>o["transfer_blocks"][0])
+        r.offloads = <offload_t*>(base + <int64_t>o["offloads"][0])
+        r.sources = <int32_t*>(base + <int64_t>o["sources"][0])
+        r.offload_events = <offload_event_t*>(base + <int64_t>o["offload_events"][0])
+        r.offload_blocks = <offload_block_t*>(base + <int64_t>o["offload_blocks"][0])
+        r.cap_host_entries = o["host_entries"][1]
+        r.mask_host = <int64_t>o["host_index"][1] - 1
+        r.cap_transfers = o["transfers"][1]
+        r.cap_transfer_blocks = o["transfer_blocks"][1]
+        r.cap_offload_events = o["offload_events"][1]
+        r.cap_offload_blocks = o["offload_blocks"][1]
         r.cap_nodes = o["nodes"][1]
         r.mask_nodes = <int64_t>o["node_index"][1] - 1
         r.cap_runs = o["runs"][1]
@@ -275,6 +316,7 @@ cdef class RankState:
         for i in range(r.mask_slots + 1 if r.config.engine != RADIX else 0):
             r.slots[i].first = NO_BLOCK
             r.slots[i].last = NO_BLOCK
+        host_reset(r)
         r.header.waiting_head = NO_SLOT
         r.header.waiting_tail = NO_SLOT
         r.header.free_request = NO_SLOT
@@ -312,12 +354,18 @@ cdef class RankState:
             sizes["ids"] = 2 * sizes["requests"]
             if r.config.engine == RADIX:
                 sizes["leases"] = sizes["requests"]
+            if r.config.host:
+                sizes["offloads"] = sizes["requests"]
         elif what == GROW_NODES:
             sizes["nodes"] = sizes["evict_heap"] = power_of_two(need)
             sizes["node_index"] = 2 * sizes["nodes"]
+        elif what == GROW_HOST_ENTRIES:
+            sizes["host_entries"] = power_of_two(need)
+            sizes["host_index"] = 2 * sizes["host_entries"]
         else:
             sizes[{GROW_TABLES: "tables", GROW_EVENTS: "events", GROW_EVENT_BLOCKS: "event_blocks",
-                   GROW_RUNS: "runs"}[what]] = power_of_two(need)
+                   GROW_RUNS: "runs", GROW_TRANSFERS: "transfers", GROW_TRANSFER_BLOCKS: "transfer_blocks",
+                   GROW_OFFLOAD_EVENTS: "offload_events", GROW_OFFLOAD_BLOCKS: "offload_blocks"}[what]] = power_of_two(need)
         old, old_offsets, used = self.arena, self._offsets, self._used()
         total = self._plan(sizes)
         self.arena = np.zeros(total, np.uint8)
@@ -334,6 +382,8 @@ cdef class RankState:
                     id_insert(r, <int32_t>i)
         elif what == GROW_NODES:
             radix_reindex(r)
+        elif what == GROW_HOST_ENTRIES:
+            host_reindex(r)
         return 0
 
     def _set_profile(self, profile):
@@ -557,8 +607,56 @@ cdef class RankState:
         return engine_empty(&self.r)
 
     def drained(self):
-        """Whether there is no request and no half of a handoff."""
+        """Whether there is no request, no half of a handoff and no transfer."""
         return engine_drained(&self.r)
+
+    def runnable(self):
+        """Whether a pass has a request to look at."""
+        return engine_runnable(&self.r)
+
+    # ------------------------------------------------------------ the host tier
+
+    def at(self, double now_ms):
+        """When the next command is applied, for the transfer it may cancel."""
+        engine_at(&self.r, now_ms)
+
+    def deadline(self):
+        """When the next transfer ends, ms; infinity if none is on a link."""
+        return engine_deadline(&self.r)
+
+    def internal_work(self, double now_ms):
+        """Settle transfers that are due; not while a pass is in flight."""
+        self._outgrown.clear()
+        engine_internal_work(&self.r, now_ms)
+
+    def boundary(self, double end_ms):
+        """A pass ends: settle what is due, put prepared stores on the link."""
+        self._outgrown.clear()
+        engine_boundary(&self.r, end_ms)
+
+    @property
+    def observed(self):
+        """Whether observations of transfers are kept for `drain_offload`."""
+        return bool(self.r.want_offload)
+
+    @observed.setter
+    def observed(self, bint value):
+        self.r.want_offload = value
+
+    def drain_offload(self):
+        """Observations since the last drain: (events, blocks) struct arrays, copies."""
+        cdef host_t* h = self.r.host
+        events = self._section("offload_events", layout.OFFLOAD_EVENT, h.num_events).copy()
+        blocks = self._section("offload_blocks", layout.OFFLOAD_BLOCK, h.num_event_blocks).copy()
+        memset(self.r.offload_events, 0, <size_t>h.num_events * sizeof(offload_event_t))
+        memset(self.r.offload_blocks, 0, <size_t>h.num_event_blocks * sizeof(offload_block_t))
+        h.num_events = 0
+        h.num_event_blocks = 0
+        return events, blocks
+
+    def host_find(self, uint64_t block_hash):
+        """Row of a block in `host_entries`, -1 if it is not in the host."""
+        return host_find(&self.r, block_hash)
 
     def reorder(self, slots):
         """Put the waiting requests in the order of `slots`, which must name each of them once."""
@@ -722,6 +820,15 @@ cdef class RankState:
             "tables": h.table_used, "events": h.num_events, "event_blocks": h.num_event_blocks,
             "radix": 0, "leases": 0, "nodes": 0, "runs": 0, "node_index": 0, "evict_heap": 0,
         }
+        used.update(dict.fromkeys(_HOST_SECTIONS, 0))
+        used["host"] = 1
+        if self.r.config.host:
+            used.update({
+                "host_entries": self.r.host.entries_used, "host_index": self.r.mask_host + 1,
+                "transfers": self.r.host.transfers_used, "transfer_blocks": self.r.host.blocks_used,
+                "offloads": h.high_water, "sources": self.r.config.num_blocks,
+                "offload_events": self.r.host.num_events, "offload_blocks": self.r.host.num_event_blocks,
+            })
         if self.r.config.engine == RADIX:
             used.update({
                 "radix": 1, "leases": h.high_water, "nodes": self.r.radix.num_nodes, "runs": self.r.radix.runs_used,
@@ -757,6 +864,15 @@ cdef class RankState:
             slots[i] = slot
             slot = self.r.requests[slot].next
         return slots
+
+    def connector_slots(self):
+        """Row numbers of the requests that wait for transfers, in the order of their queue."""
+        cdef int32_t slot = self.r.host.connector_head if self.r.config.host else NO_SLOT
+        slots = []
+        while slot != NO_SLOT:
+            slots.append(slot)
+            slot = self.r.requests[slot].next
+        return np.array(slots, np.int64)
 
     def waiting_rows(self):
         """(row numbers, copies of the rows) of the waiting requests in queue order."""
@@ -827,6 +943,7 @@ cdef class RankState:
         other._profile = self._profile
         other.r.profile = self.r.profile
         other.r.grouped = self.r.grouped
+        other.r.want_offload = self.r.want_offload
         other._offsets = self._offsets
         # Zeroed: the ends of spans are never written, and the digest covers whole spans.
         other.arena = np.zeros(len(self.arena), np.uint8)
@@ -876,6 +993,8 @@ cdef class RankState:
             names += ["radix", "leases", "nodes", "evict_heap", "runs"]
         else:
             names += ["free_stack", "blocks", "sentinel", "tables"] + (["slots"] if self.r.config.caching else [])
+        if self.r.config.host:
+            names += [name for name in _HOST_SECTIONS if name != "host_index"]
         for name in names:
             data = self.view(name).view(np.uint8)
             if len(data):
@@ -888,6 +1007,8 @@ def _copy_rows(source, source_offsets, target, target_offsets, used):
     for name, dtype in _SECTIONS.items():
         # The sentinel of the inactive list is the row after the last block.
         count = (used[name] + (name == "blocks")) * dtype.itemsize
+        if not count:
+            continue
         start, where = source_offsets[name][0], target_offsets[name][0]
         target[where:where + count] = source[start:start + count]
 
@@ -917,11 +1038,21 @@ def check_layout():
     cdef lease_t lease
     cdef node_t node
     cdef run_t run
+    cdef host_t host
+    cdef host_entry_t host_entry
+    cdef transfer_t transfer
+    cdef transfer_block_t transfer_block
+    cdef offload_t offload
+    cdef offload_event_t offload_event
+    cdef offload_block_t offload_block
     sizes = {
         "CONFIG": sizeof(config_t), "HEADER": sizeof(header_t), "REQUEST": sizeof(request_t),
         "HANDOFF": sizeof(handoff_t), "BLOCK": sizeof(block_t), "HASH_SLOT": sizeof(slot_t), "EVENT": sizeof(event_t), "EVENT_BLOCK": sizeof(event_block_t),
         "SIGNAL": sizeof(signal_t), "ADMISSION": sizeof(admission_t), "PRESSURE": sizeof(pressure_t),
         "RADIX": sizeof(radix_t), "LEASE": sizeof(lease_t), "NODE": sizeof(node_t), "RUN": sizeof(run_t),
+        "HOST": sizeof(host_t), "HOST_ENTRY": sizeof(host_entry_t), "TRANSFER": sizeof(transfer_t),
+        "TRANSFER_BLOCK": sizeof(transfer_block_t), "OFFLOAD": sizeof(offload_t),
+        "OFFLOAD_EVENT": sizeof(offload_event_t), "OFFLOAD_BLOCK": sizeof(offload_block_t),
     }
     for name, size in sizes.items():
         dtype = getattr(layout, name)
@@ -968,6 +1099,27 @@ def check_layout():
         elif name == "RUN":
             memcpy(&run, data, size)
             fields = run
+        elif name == "HOST":
+            memcpy(&host, data, size)
+            fields = host
+        elif name == "HOST_ENTRY":
+            memcpy(&host_entry, data, size)
+            fields = host_entry
+        elif name == "TRANSFER":
+            memcpy(&transfer, data, size)
+            fields = transfer
+        elif name == "TRANSFER_BLOCK":
+            memcpy(&transfer_block, data, size)
+            fields = transfer_block
+        elif name == "OFFLOAD":
+            memcpy(&offload, data, size)
+            fields = offload
+        elif name == "OFFLOAD_EVENT":
+            memcpy(&offload_event, data, size)
+            fields = offload_event
+        elif name == "OFFLOAD_BLOCK":
+            memcpy(&offload_block, data, size)
+            fields = offload_block
         elif name == "ADMISSION":
             memcpy(&admission, data, size)
             fields = admission

@@ -56,6 +56,10 @@ cdef enum request_flag:
     MATERIALISED = 32  # activated and not admitted yet: enters without prefill
     CROWDED = 64       # alone, it found no block for what it emits: it enters only when there is one
 
+cdef enum host_flag:
+    CONNECTOR = 1  # waits in the queue of those that look at transfers
+    UNSTORED = 2   # has complete prompt blocks that the host was not asked to take
+
 cdef enum handoff_role:
     NO_ROLE = 0
     SOURCE_REGISTERED = 1
@@ -103,6 +107,29 @@ cdef enum event_kind:
 cdef enum event_flag:
     HAS_PARENT = 1
 
+cdef enum storage_tier:  # layout.StorageTier
+    DEVICE = 0
+    HOST_PINNED = 1
+
+cdef enum transfer_kind:
+    NO_TRANSFER = 0
+    STORE = 1      # device to host
+    LOAD = 2       # host to device
+
+cdef enum offload_event_kind:  # layout.OffloadEventKind
+    STORE_PREPARED = 0
+    STORE_BLOCK_MAPPINGS = 1
+    STORE_SUBMITTED = 2
+    STORE_COMPLETED = 3
+    LOAD_QUEUED = 4
+    LOAD_COMPLETED = 5
+    LOAD_CANCELLED = 6
+    EVICTED = 7
+    CAPACITY_RETRY = 8
+
+cdef enum offload_event_flag:
+    UNFITTABLE = 1  # with CAPACITY_RETRY: the host is too small for the cohort, whatever it holds
+
 cdef enum signal_flag:
     HAS_TOKEN = 1
     COMPLETED = 2
@@ -130,6 +157,11 @@ cdef enum growable:  # what `rank_t.grow` is asked to enlarge
     GROW_PRESSURES = 5
     GROW_NODES = 6
     GROW_RUNS = 7
+    GROW_HOST_ENTRIES = 8
+    GROW_TRANSFERS = 9
+    GROW_TRANSFER_BLOCKS = 10
+    GROW_OFFLOAD_EVENTS = 11
+    GROW_OFFLOAD_BLOCKS = 12
 
 cdef enum pass_status:
     PASS_OK = 0
@@ -170,7 +202,11 @@ cdef struct config_t:  # constants of the rank; one row
     int32_t lpm                   # radix: longest prefix match first
     int32_t legacy                # radix: generation `dynamo-1.3`
     int32_t keeps_place           # paged: an activated destination waits where it came, else at the end
-    int32_t unused
+    int32_t host                  # paged: finished prompt blocks are written through to host memory
+    int64_t host_blocks           # blocks that fit there
+    uint64_t block_bytes          # bytes that a transfer moves per block
+    double store_rate             # bytes per ms towards the host, 0: instantaneous
+    double load_rate              # and back
     int64_t max_prefill           # radix: computed prompt tokens per pass
     int64_t chunk                 # radix: chunk budget per pass
     int64_t clip                  # radix: output tokens reserved at most
@@ -213,6 +249,9 @@ cdef struct header_t:  # every scalar of the rank; one row
     int64_t expected_squares
     int64_t promised_blocks       # TO_COMPLETION: blocks for outputs of held and materialised destinations
     int64_t reserve_attempts
+    int64_t num_connector         # requests that wait in the connector queue, not in `num_waiting` ...
+    int64_t num_asleep            # ... and those of them that wait for a transfer
+    int64_t num_transfers         # prepared or on a link
     int64_t duration_count        # Welford over pass durations
     double duration_sum
     double duration_mean
@@ -245,7 +284,7 @@ cdef struct request_t:  # 128 bytes: what a decode step touches lies in the firs
     uint8_t status                # request_status
     uint8_t flags                 # request_flag
     uint8_t table_class           # log2 of the span
-    uint8_t unused
+    uint8_t host                  # host_flag
     int32_t sched_total           # tokens scheduled in pass `stamp`
     uint64_t id_hi
     uint64_t id_lo
@@ -275,6 +314,92 @@ cdef struct block_t:  # 32 bytes
     int32_t copy_prev             # copies of the same hash, oldest first
     int32_t copy_next
     int32_t hashed                # 1: findable by `hash`
+
+cdef struct host_t:  # host tier: its scalars; one row
+    int64_t next_transfer         # id of the next transfer
+    int64_t epoch                 # of the last touch
+    int64_t cohort                # stamp of the last cohort
+    int64_t progress              # times that sleepers were woken
+    int64_t num_entries           # blocks in the host, pending ones included
+    int64_t num_evictable         # entries that are resident and not pinned: those of the LRU list
+    int64_t num_pending           # entries whose store has not completed
+    int64_t entries_used          # rows ever used
+    int64_t transfers_used
+    int64_t blocks_used           # bump pointer of the heap of transfer blocks
+    int64_t num_events            # observations not drained
+    int64_t num_event_blocks
+    double store_tail_ms          # when the last transfer of each lane ends
+    double load_tail_ms
+    int32_t lru_head              # next victim
+    int32_t lru_tail
+    int32_t free_entry            # head of the list of unused rows
+    int32_t free_transfer
+    int32_t prepared_head         # stores not on the link yet, in order of preparation
+    int32_t prepared_tail
+    int32_t store_head            # transfers on each link, in order of their ends
+    int32_t store_tail
+    int32_t load_head
+    int32_t load_tail
+    int32_t settled_head          # ended and not yet shown; empty between calls
+    int32_t settled_tail
+    int32_t connector_head        # requests that look at transfers, first come first served
+    int32_t connector_tail
+    int32_t span_free[TABLE_CLASSES]  # heads of the free spans of 2**k transfer blocks
+
+cdef struct host_entry_t:  # a block in the host; 40 bytes
+    uint64_t hash
+    int64_t epoch                 # recency; equal in a cohort
+    int64_t cohort                # stamp of the last cohort it was looked at for
+    int32_t transfer              # row of the store that fills it, NO_SLOT: resident
+    int32_t pins                  # loads that read it, -1: row not in use
+    int32_t prev                  # LRU list, oldest first
+    int32_t next                  # LRU list, or list of unused rows
+
+cdef struct transfer_t:  # 64 bytes
+    int64_t id
+    double deadline_ms            # when it ends, once it is on a link
+    uint64_t id_hi                # request
+    uint64_t id_lo
+    int32_t first                 # span of the heap of transfer blocks, of 2**span_class rows
+    int32_t count                 # rows in use
+    int32_t kind                  # transfer_kind
+    int32_t on_link
+    int32_t slot                  # row of the request; says nothing once that has ended
+    int32_t span_class
+    int32_t prev                  # its list: prepared, a link, or settled
+    int32_t next                  # or list of unused rows
+
+cdef struct transfer_block_t:  # 40 bytes
+    uint64_t hash
+    uint64_t tokens_hash          # store
+    uint64_t parent_hash          # store, with index > 0
+    int32_t entry                 # row of `host_entries`; in a free span the next free span
+    int32_t index                 # position in the prompt
+    int32_t block                 # store: the device block it reads
+    int32_t unused
+
+cdef struct offload_t:  # what the host tier knows of a request, by request row; 24 bytes
+    int64_t progress              # connector queue: asleep as long as `host_t.progress` is this
+    int32_t next_store            # leading prompt blocks the host was asked to take, or has
+    int32_t latest_store          # row of its newest store, NO_SLOT: none under way
+    int32_t load                  # row of its load, NO_SLOT: none under way
+    int32_t device_blocks         # leading blocks found on the device when its load was decided; -1: no load waits for admission
+
+cdef struct offload_event_t:  # an observation
+    double at_ms
+    double completes_at_ms        # of submitted and queued transfers, NaN for all others
+    uint64_t id_hi                # request
+    uint64_t id_lo
+    int64_t transfer_id           # -1: none
+    int32_t kind                  # offload_event_kind
+    int32_t flags                 # offload_event_flag
+    int32_t first                 # first row in offload_blocks
+    int32_t count
+
+cdef struct offload_block_t:
+    uint64_t hash
+    int32_t index                 # position in the prompt
+    int32_t unused
 
 cdef struct lease_t:  # radix engine: what a request owns, by request row; 32 bytes
     int32_t node                  # deepest node it locks, 0 (the root): none
@@ -335,6 +460,8 @@ cdef struct event_t:
     int32_t count
     int32_t kind                  # event_kind
     int32_t flags                 # event_flag
+    int32_t tier                  # storage_tier
+    int32_t start                 # position of the first block, host tier only; -1: not told
 
 cdef struct event_block_t:
     uint64_t block_hash
@@ -360,6 +487,8 @@ cdef struct admission_t:
     uint64_t id_lo
     int32_t slot
     int32_t reused
+    int32_t device                # host tier, first admission: reused tokens that were on the device; -1: not told
+    int32_t unused
 
 cdef struct pressure_t:
     uint64_t id_hi
@@ -386,6 +515,7 @@ cdef struct pass_t:  # the pass being executed, scratch
     double prefill_ms
     double decode_ms
     double end_ms
+    double not_before_ms          # host tier: computes no earlier than this
     int64_t budget
     int64_t prefill_count         # prompts in the prefill batch, with their sums
     int64_t prefill_isl
@@ -407,6 +537,8 @@ cdef struct pass_t:  # the pass being executed, scratch
     int32_t num_retracted
     int32_t deferred              # radix: prefill had to wait
     int32_t out_of_pool           # radix, 1.3: the pool refused what the budgets let pass
+    int32_t deferrals             # host tier: requests that went to sleep
+    int32_t connector             # host tier: first of the connector queue that was not looked at in this pass
 
 cdef struct request_spec_t:  # layout.REQUEST_SPEC
     uint64_t id_hi
@@ -528,6 +660,21 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int32_t* node_index           # (parent, first key) -> node, linear probing
     int32_t* evict_heap           # unlocked leaves, the next victim first
     run_t* runs                   # heap of the edges' runs
+    host_t* host                  # host tier
+    host_entry_t* host_entries
+    int32_t* host_index           # hash -> entry, linear probing
+    transfer_t* transfers
+    transfer_block_t* transfer_blocks
+    offload_t* offloads           # by request row
+    int32_t* sources              # by block: row of the store that reads it, NO_SLOT: none
+    offload_event_t* offload_events
+    offload_block_t* offload_blocks
+    int64_t cap_host_entries
+    int64_t mask_host
+    int64_t cap_transfers
+    int64_t cap_transfer_blocks
+    int64_t cap_offload_events
+    int64_t cap_offload_blocks
     int64_t cap_nodes
     int64_t mask_nodes
     int64_t cap_runs
@@ -558,6 +705,8 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int64_t cap_pressures
     int32_t want_signals          # fill token ids, not only ends
     int32_t want_firsts           # tell the first token of each request too
+    int32_t want_offload          # keep observations of the host tier
+    double command_ms             # host tier: when the command under way is applied
     int32_t grouped               # has siblings: what depends on all of them is done by the driver
     pass_t p
     void* owner                   # RankState, for the callbacks

@@ -20,6 +20,7 @@ from kvsim.cli.options import (
     sla_of,
     write_out,
 )
+from kvsim.cli.system import add_system_options, system_of
 from kvsim.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--example", action="store_true", help="run the built-in trace")
 
     add_engine_options(parser)
+    add_system_options(parser)
     load = add_load_options(parser, "refuse doubtful traces; exit 1 if a request is rejected, fails or never ends")
     load.add_argument("--seed", type=non_negative_int, default=0, metavar="N", help="seed of everything random (0)")
     add_sla_options(parser)
@@ -89,15 +91,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.per_request is not None:
         check_can_write("--per-request", arguments.per_request)
 
+    if arguments.telemetry is not None:
+        check_can_write("--telemetry", arguments.telemetry)
+    system = system_of(arguments, config)
+
     import kvsim
 
     watched = not arguments.no_progress and sys.stderr.isatty()
     with Progress(enabled=watched, unit="req") as progress:
         result: ReplayResult = kvsim.replay(
             trace,
-            config,
-            workers=arguments.workers,
-            dp_size=arguments.dp_size,
+            **system,
             concurrency=arguments.concurrency,
             speedup=arguments.speedup,
             max_sim_time_ms=arguments.max_sim_time,

@@ -18,7 +18,9 @@ import numpy as np
 
 from kvsim._core import content
 from kvsim.config import parse_config
+from kvsim.contract import HostOffloadEvent
 from kvsim.errors import ConfigError
+from kvsim.layout import OffloadEventKind
 from kvsim.replay.pool import PoolSpec
 from kvsim.replay.run import Run
 from kvsim.report import Sla
@@ -109,6 +111,7 @@ def _replay(text: str, *, artifacts: bool) -> dict[str, Any]:
         capture_admissions=detail,
         capture_routing=detail and "prefill" in pools,
         capture_kv_events=artifacts,
+        capture_offload=artifacts,
     )
     run.execute()
     sla = _sla(spec.get("sla"))
@@ -149,7 +152,14 @@ def _pools(spec: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "aggregated":
         _known(topology, {"kind", "workers"}, "spec.topology.")
         pool = _pool(topology.get("workers", {}), engine, "spec.topology.workers", "spec.engine")
-        return {name: getattr(pool, name) for name in ("config", "workers", "dp_size", "startup_ms")}
+        # The role of a worker is the topology's to say (spec/replay.md section 1).
+        config = pool.config.replace(worker_type="aggregated")
+        return {
+            "config": config,
+            "workers": pool.workers,
+            "dp_size": pool.dp_size,
+            "startup_ms": pool.startup_ms,
+        }
     if kind != "disaggregated":
         raise ConfigError("spec.topology.kind", f"must be one of 'aggregated', 'disaggregated', got {kind!r}")
     _known(topology, {"kind", "prefill", "decode", "handoff_latency_ms"}, "spec.topology.")
@@ -227,7 +237,7 @@ def _artifacts(run: Run, *, traced: bool) -> dict[str, Any]:
         "requests": _releases(run, ids, traced=traced),
         "outputs": outputs,
         "kv_events": _kv_events(run),
-        "host_offload_events": [],
+        "host_offload_events": [_offload_event(*pair) for pair in run.offload_events()],
     }
 
 
@@ -259,6 +269,26 @@ def _releases(run: Run, ids: list[str], *, traced: bool) -> list[dict[str, Any]]
     return released
 
 
+def _offload_event(request_id: int, event: HostOffloadEvent) -> dict[str, Any]:
+    data: dict[str, Any] = {"event": event.kind.name.lower()}
+    if event.transfer_id is not None:
+        data["transfer_id"] = event.transfer_id
+    if event.logical_block_indices is not None:
+        data["mappings"] = [
+            {"block_hash": block, "logical_block_index": index}
+            for block, index in zip(event.block_hashes, event.logical_block_indices, strict=True)
+        ]
+    elif event.kind is OffloadEventKind.EVICTED:
+        data["block_hash"] = event.block_hashes[0]
+    else:
+        data["block_hashes"] = list(event.block_hashes)
+    if event.completes_at_ms is not None:
+        data["completes_at_ms"] = event.completes_at_ms
+    if event.structurally_unfittable is not None:
+        data["structurally_unfittable"] = event.structurally_unfittable
+    return {"event": data, "observed_at_ms": event.at_ms, "request_id": str(uuid.UUID(int=request_id))}
+
+
 def _kv_events(run: Run) -> list[dict[str, Any]]:
     events, blocks = run.kv_events()
     hashes, local = blocks["block_hash"].tolist(), blocks["tokens_hash"].tolist()
@@ -273,12 +303,12 @@ def _kv_events(run: Run) -> list[dict[str, Any]]:
                     "blocks": [{"block_hash": hashes[i], "tokens_hash": local[i]} for i in span],
                 }
             }
+            if event["start"] >= 0:
+                data["stored"]["start_position"] = int(event["start"])
         else:
             data = {"removed": {"block_hashes": [hashes[i] for i in span]}}
-        listed.append(
-            {
-                "observed_at_ms": float(event["at_ms"]),
-                "event": {"event_id": int(event["event_id"]), "dp_rank": 0, "data": data},
-            }
-        )
+        found = {"event_id": int(event["event_id"]), "dp_rank": 0, "data": data}
+        if event["tier"]:
+            found["tier"] = "host_pinned"
+        listed.append({"observed_at_ms": float(event["at_ms"]), "event": found})
     return listed

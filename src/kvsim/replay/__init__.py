@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from kvsim.config import EngineConfig
+    from kvsim.placement import KvRouterConfig
     from kvsim.policies import Policy
+    from kvsim.replay.pool import PoolSpec
+    from kvsim.replay.run import PlacementLike
+    from kvsim.replay.scaling import ScalingLike
+    from kvsim.replay.telemetry import TelemetryOptions
     from kvsim.report import ReplayResult, Sla
     from kvsim.workload import Workload
 
@@ -30,6 +35,16 @@ def replay(
     *,
     workers: int = 1,
     dp_size: int = 1,
+    startup_ms: float = 0.0,
+    prefill: PoolSpec | None = None,
+    decode: PoolSpec | None = None,
+    handoff_latency_ms: float = 0.0,
+    placement: PlacementLike = None,
+    prefill_placement: PlacementLike = None,
+    decode_placement: PlacementLike = None,
+    router: KvRouterConfig | Mapping[str, Any] | None = None,
+    scaling: ScalingLike | None = None,
+    telemetry: TelemetryOptions | None = None,
     concurrency: int | None = None,
     speedup: float = 1.0,
     max_sim_time_ms: float | None = None,
@@ -55,10 +70,28 @@ def replay(
     config : EngineConfig, optional
         Of every worker; defaults if omitted.
     workers : int
-        Engines, at least 1; requests are placed on them round robin.
+        Engines, at least 1.
     dp_size : int
         Attention-DP ranks of each worker: they share a barrier, so a pass lasts as
         long as its slowest rank.
+    startup_ms : float
+        Time until a worker that `scaling` adds takes requests.
+    prefill, decode : PoolSpec, optional
+        Two pools instead of `config`, `workers`, `dp_size` and `startup_ms`: prompts are
+        computed in one, their KV is handed over, tokens come from the other.
+    handoff_latency_ms : float
+        Transfer time of a prompt if `prefill` has no transfer bandwidth and bytes per token.
+    placement : str, Placement or callable, optional
+        Which rank a request goes to: ``"round_robin"`` (default), ``"kv_router"``, a
+        `kvsim.Placement` of your own or its class. In a disaggregated run of both pools.
+    prefill_placement, decode_placement : str, Placement or callable, optional
+        Instead of `placement`, for one pool.
+    router : KvRouterConfig or mapping, optional
+        Options of ``"kv_router"``.
+    scaling : object, optional
+        Adds and removes workers: a `kvsim.ScalingPolicy` or whatever has its methods.
+    telemetry : TelemetryOptions, optional
+        Samples of the running system, in ``result.telemetry`` or elsewhere.
     concurrency : int, optional
         Closed loop: at most so many requests (or active sessions) inside. Open loop if omitted.
     speedup : float
@@ -119,9 +152,19 @@ def replay(
             workload = workload_from_requests(workload)
     run = Run(
         workload,
-        config or EngineConfig(),
+        config,
         workers=workers,
         dp_size=dp_size,
+        startup_ms=startup_ms,
+        prefill=prefill,
+        decode=decode,
+        handoff_latency_ms=handoff_latency_ms,
+        placement=placement,
+        prefill_placement=prefill_placement,
+        decode_placement=decode_placement,
+        router=router,
+        scaling=scaling,
+        telemetry=telemetry,
         concurrency=concurrency,
         speedup=speedup,
         max_sim_time_ms=max_sim_time_ms,
@@ -132,6 +175,7 @@ def replay(
         record_passes=record_passes,
         capture_outputs=capture_outputs,
         capture_admissions=True,
+        capture_routing=True,
     )
     run.execute(progress)
     return run.result(sla=sla, started=started)

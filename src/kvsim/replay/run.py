@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -20,9 +20,10 @@ from kvsim import layout
 from kvsim._core import content
 from kvsim._core.drive import Fleet
 from kvsim.config import EngineConfig
-from kvsim.contract import RankIdentity
+from kvsim.contract import HostOffloadEvent, RankIdentity
 from kvsim.errors import ConfigError
 from kvsim.layout import Pool, RequestStatus
+from kvsim.offload.observer import offload_events
 from kvsim.placement import KvRouterConfig, PlacedRequests, Placement, PoolInfo, RoundRobin, get_placement
 from kvsim.policies import Policy
 from kvsim.rank import SchedulerRank, content_tokens
@@ -85,6 +86,7 @@ class Run:
         capture_admissions: bool = False,
         capture_routing: bool = False,
         capture_kv_events: bool = False,
+        capture_offload: bool = False,
     ) -> None:
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise ConfigError("seed", f"must be an int >= 0, got {seed!r}")
@@ -111,11 +113,8 @@ class Run:
         self.records = _new_records(workload)
         self.handoffs = _new_handoffs(len(workload)) if self._disaggregated else None
         self.gaps = GapHistogram()
-        self._scaling = None if scaling is None else Scaling(
-            scaling,
-            dp_size=list(specs.values())[-1].dp_size,
-            prefill_dp_size=list(specs.values())[0].dp_size,
-        )  # fmt: skip
+        sizes = [spec.dp_size for spec in specs.values()]
+        self._scaling = None if scaling is None else Scaling(scaling, dp_size=sizes[-1], prefill_dp_size=sizes[0])
         self._telemetry = None if telemetry is None else Telemetry(telemetry)
         self.lifecycle = LifecycleLog()
         chosen = {
@@ -129,7 +128,7 @@ class Run:
             named = chosen[kind] is None or isinstance(chosen[kind], str)
             made = get_placement(chosen[kind], router if named else None, kind)
             if made in self._placements.values():
-                raise ConfigError("placement", "each pool needs a placement of its own; give a class instead of an object")
+                raise ConfigError("placement", "each pool needs one of its own; give a class instead of an object")
             made.start(
                 PoolInfo(
                     role=kind,
@@ -152,6 +151,7 @@ class Run:
             capture_admissions=capture_admissions,
             capture_outputs=capture_outputs,
             record_passes=record_passes,
+            capture_offload=capture_offload,
             watch_gauges=self._telemetry is not None,
             watch_passes=self._scaling is not None,
         )
@@ -197,7 +197,8 @@ class Run:
         for name, spec in (("prefill", prefill), ("decode", decode)):
             if not isinstance(spec, PoolSpec):
                 raise ConfigError(name, f"prefill and decode pools come together, as PoolSpec; got {spec!r}")
-        assert prefill is not None and decode is not None
+        assert prefill is not None
+        assert decode is not None
         for name, value, default in (("config", config, None), ("workers", workers, 1), ("dp_size", dp_size, 1)):
             if value != default:
                 raise ConfigError(name, "belongs into prefill and decode when there are two pools")
@@ -352,6 +353,7 @@ class Run:
             routing=None if self.system is None else self.system.routing,
             telemetry=None if self._telemetry is None else self._telemetry.result(),
             scaling=None if self._scaling is None else self._scaling.history,
+            stalled=None if self.system is None else self.system.stalled,
             lifecycle=None if self._scaling is None else self.lifecycle.operations,
             request_names=self.workload.request_names,
             session_names=self.workload.session_names,
@@ -363,6 +365,11 @@ class Run:
         """KV events of a worker up to the end of the run: (layout.EVENT, layout.EVENT_BLOCK) rows."""
         events, blocks = self.ranks[worker]._state.drain_events()
         return events[(events["at_ms"] >= 0) & (events["at_ms"] <= self.now_ms)], blocks
+
+
+    def offload_events(self, worker: int = 0) -> Iterator[tuple[int, HostOffloadEvent]]:
+        """Observations of a worker's host tier, if the run captured them: (request id, event)."""
+        return offload_events(*self.ranks[worker]._state.drain_offload())
 
 
 def _check_time(name: str, value: Any) -> None:
@@ -393,9 +400,10 @@ def _engine_config(spec: PoolSpec, kind: Pool, seed: int, events: bool) -> Engin
         emit_kv_events=events,
         emit_kv_token_ids=False,
         aic_mtp_seed=(spec.config.aic_mtp_seed + seed) % (1 << 64),
-        # The role of a worker is the topology's to say (spec/replay.md section 1).
-        worker_type={Pool.AGGREGATED: "aggregated", Pool.PREFILL: "prefill", Pool.DECODE: "decode"}[kind],
     )
+    if kind is not Pool.AGGREGATED:
+        # The role of a worker is the topology's to say (spec/replay.md section 1).
+        config = config.replace(worker_type="prefill" if kind is Pool.PREFILL else "decode")
     return config.for_attention_dp(spec.dp_size)
 
 

@@ -14,6 +14,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -227,7 +228,7 @@ class System:
     ) -> None:
         self.workload, self.driver, self.fleet, self.records = workload, driver, fleet, records
         self.pools = list(pools)
-        self.handoffs = handoffs
+        self.handoffs = np.zeros(0, layout.HANDOFF_RECORD) if handoffs is None else handoffs
         self.cap_ms = cap_ms
         self.scaling, self.telemetry = scaling, telemetry
         self.stalled: list[dict[str, Any]] = []
@@ -236,7 +237,9 @@ class System:
         self._latency_ms = handoff_latency_ms
         self._source_first = self._front.config.backend != "sglang"
         config = self._front.config
-        self._timing = (config.kv_transfer_timing_mode, config.kv_transfer_bytes_per_token, config.kv_transfer_bandwidth)
+        self._transfer = TransferTiming(
+            config.kv_transfer_timing_mode, 0, config.kv_transfer_bytes_per_token, config.kv_transfer_bandwidth
+        )
         self._growing = growing
         self._slice = slice_passes
         self._progress = progress
@@ -349,7 +352,7 @@ class System:
                 self._progress(int(fleet.done), len(self.workload))
             if status == _CAPPED:
                 return
-            if status == _NOTED or status == _STARTING or (status == _UNTIL and not hold):
+            if status in (_NOTED, _STARTING) or (status == _UNTIL and not hold):
                 self._settle(ticks=True, starting=status == _STARTING)
 
     def _next_ms(self) -> float:
@@ -382,7 +385,7 @@ class System:
                         handoff = heapq.heappop(self._transfers)[2]
                         self._follow(handoff, handoff.coordinator.fact(Fact.TRANSFER_COMPLETED))
                     self._act(now)
-                # In a disaggregated run what arrives now acts last of all: the passes of this instant do not contain it.
+                # In a disaggregated run it acts last of all: the passes of this instant do not contain it.
                 self._release_arrivals(now)
                 self._leave_waiting_room(now)
             starting = False
@@ -409,7 +412,8 @@ class System:
         """Idle workers start passes until none does anything; whether one was over at once and showed something."""
         showed = self._take_notes(now)
         rounds = 0
-        while self.fleet.start():
+        # Each turn of the instant gives those whose pass did nothing another try (spec/engine-contract.md section 7).
+        while self.fleet.start(rounds == 0):
             showed = self._take_notes(now)
             rounds += 1
             if rounds > _MOST_AT_ONCE:
@@ -572,8 +576,7 @@ class System:
             return
         front, back = self._front, self._back
         if kind == _HELD:
-            mode, size, bandwidth = self._timing
-            timing = TransferTiming(mode, int(self.records["input_tokens"][row]), size, bandwidth)
+            timing = replace(self._transfer, full_prompt_tokens=int(self.records["input_tokens"][row]))
             self._follow(handoff, handoff.coordinator.fact(Fact.SOURCE_HELD, timing))
             self._released_by(front, front.placement.prefill_completed(row, now), now)
         elif kind == _RESERVED:

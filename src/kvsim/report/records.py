@@ -143,6 +143,11 @@ def request_row(
         routes = [_plain_route(at["worker"], max(at["dp_rank"], 0), scheduler)]
     else:
         routes = []
+    tiers = {
+        f"first_admission_{tier}_reused_input_tokens": history[0][f"{tier}_reused_input_tokens"]
+        for tier in ("g1", "host")
+        if history and "host_reused_input_tokens" in history[0]
+    }
     row: dict[str, Any] = {
         "uuid": str(uuid.UUID(int=at["id_hi"] << 64 | at["id_lo"])),
         "session_id": session_id,
@@ -163,6 +168,7 @@ def request_row(
         "output_length": tokens,
         "reused_input_tokens": at["reused_tokens"] if handoff is None else _prefill_reuse(at, handoff, history),
         "first_admission_reused_input_tokens": at["first_reused_tokens"],
+        **tiers,
         "decode_worker_idx": scheduler,
         "routing_history": routes,
         "admission_history": history,
@@ -210,16 +216,19 @@ def _admission_history(admissions: npt.NDArray[np.void]) -> list[dict[str, Any]]
         pool = int(entry["pool"])
         pool_ordinal = in_pool.get(pool, 0)
         in_pool[pool] = pool_ordinal + 1
+        reused, device = int(entry["reused_tokens"]), int(entry["device_tokens"])
         history.append(
             {
                 "admission_ordinal": ordinal,
                 "pool_admission_ordinal": pool_ordinal,
                 "pool": POOL_NAMES[Pool(pool)],
                 "at_ms": float(entry["at_ms"]),
-                "reused_input_tokens": int(entry["reused_tokens"]),
+                "reused_input_tokens": reused,
                 "is_readmission": pool_ordinal > 0,
             }
         )
+        if device >= 0:
+            history[-1] |= {"g1_reused_input_tokens": device, "host_reused_input_tokens": reused - device}
     return history
 
 

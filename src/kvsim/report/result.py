@@ -49,6 +49,9 @@ class ReplayResult:
         Of `kvsim.replay.telemetry.Telemetry.result`.
     scaling : list of dict, optional
         What the scaling policy was given and what it answered, tick by tick.
+    stalled : list of dict, optional
+        Requests that were given up because nothing could reach them any more:
+        ``row``, ``request_id``, ``at_ms`` and what each ``waits_for``.
     lifecycle : list of dict, optional
         Changes of the pools, see `kvsim.replay.pool.LifecycleLog`.
     request_names : sequence of (str or None), or mapping, optional
@@ -81,6 +84,8 @@ class ReplayResult:
         Read-only.
     telemetry : dict or None
     scaling : list of dict or None
+    stalled : list of dict
+        Empty if nobody was given up.
     lifecycle : list of dict or None
     """
 
@@ -99,6 +104,7 @@ class ReplayResult:
         "requests",
         "routing",
         "scaling",
+        "stalled",
         "summary",
         "telemetry",
         "totals",
@@ -123,6 +129,7 @@ class ReplayResult:
         routing: npt.NDArray[np.void] | None = None,
         telemetry: dict[str, Any] | None = None,
         scaling: list[dict[str, Any]] | None = None,
+        stalled: list[dict[str, Any]] | None = None,
         lifecycle: list[dict[str, Any]] | None = None,
         request_names: Sequence[str | None] | Mapping[int, str] | None = None,
         session_names: Sequence[str | None] | Mapping[int, str] | None = None,
@@ -137,6 +144,7 @@ class ReplayResult:
         self.routing = None if routing is None else _read_only(routing)
         self.telemetry = telemetry
         self.scaling = scaling
+        self.stalled = stalled or []
         self.lifecycle = lifecycle
         self.gaps = gaps
         self.totals = totals
