@@ -1,7 +1,7 @@
 """Twin of the vLLM / TensorRT-LLM scheduler rank: plain lists, no cleverness.
 
-Written from spec/vllm.md, spec/kv-cache.md and spec/handoff.md and from no
-kernel. Host offload is not modelled.
+Written from spec/vllm.md, spec/kv-cache.md, spec/handoff.md and
+spec/host-offload.md part A and from no kernel.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from typing import Any
 from kvsim.config import EngineConfig
 from kvsim.contract import (
     Admission,
+    Command,
+    CommandContext,
+    CommandEffects,
     ForwardPassMetrics,
+    InternalEffects,
     KvEvent,
     Metrics,
     Output,
@@ -34,6 +38,7 @@ from kvsim.contract import (
 )
 from kvsim.errors import CommandError
 from model.handoff import HandoffRank, Handoffs
+from model.host import LOAD, STORE, HostTier, Transfer
 from model.hashing import ChaCha12, chain, lineage_hash, local_hash, synthetic_token
 from model.pool import Block, BlockPool, Reservation
 from model.timing import Timing
@@ -56,6 +61,19 @@ class Entry:
     tokens_hash: int | None = None
     block: Block | None = None
     pending_cache: bool = False
+
+
+@dataclass(eq=False)
+class Load:
+    """Blocks of a prompt that come back from host memory."""
+
+    transfer_id: int
+    reservation: Reservation
+    #: leading blocks that were on the device when the load was decided
+    base: int
+    #: leading blocks that will be there when it is done
+    blocks: int
+    done: bool = False
 
 
 @dataclass(eq=False)
@@ -85,6 +103,12 @@ class Live:
     outgrown: bool = False
     #: blocks that must be there before it is admitted again, beyond those of what it knows
     wants_blocks: int = 0
+    #: leading prompt blocks that need no store any more
+    next_store_block: int = 0
+    latest_store: int | None = None
+    load: Load | None = None
+    #: sleeps in the connector queue until a transfer makes progress
+    asleep: bool = False
 
     @property
     def length(self) -> int:
@@ -136,7 +160,6 @@ class PagedModel(HandoffRank):
 
     def __init__(self, identity: RankIdentity, config: EngineConfig, timing: Any = None) -> None:
         assert config.backend in ("vllm", "trtllm")
-        assert config.native_host_offload is None
         self.identity = identity
         self.config = config
         self.rules = config.rules
@@ -154,11 +177,22 @@ class PagedModel(HandoffRank):
         self.requests: dict[int, Live] = {}
         self.running: list[Live] = []
         self.waiting: list[Live] = []
+        self.host = None if config.native_host_offload is None else HostTier(config)
+        #: requests that wait for host memory
+        self.connector: list[Live] = []
+        #: slot -> store that still reads what it held
+        self.readers: dict[int, int] = {}
+        #: what each unfinished store brings: (index in the prompt, block as announced, parent's hash)
+        self.store_blocks: dict[int, list[tuple[int, StoredBlock, int | None]]] = {}
+        #: no pass computes before this
+        self.compute_not_before = 0.0
         self.preemptions_total = 0
         self.next_event_id = 0
         self.event_buffer: list[KvEvent] = []
         self.last_pass_effect_free = False
         self.handoffs = Handoffs()
+        #: circumstances of the command that is being applied
+        self.command: CommandContext | None = None
         #: what happened to handoffs in the pass that is being formed
         self.lifecycle: list[Any] = []
         #: requests built so far: the order of their arrival
@@ -199,6 +233,7 @@ class PagedModel(HandoffRank):
         """Cancellation or rejection: the request leaves; whether a pending destination may fit better now."""
         active = self.pool.active_blocks
         improved = request in self.running or request.allocated > 0
+        self._cancel_load(request)
         self._leave(request)
         self._release(request)
         return improved or self.pool.active_blocks < active
@@ -219,6 +254,8 @@ class PagedModel(HandoffRank):
             self.running.remove(request)
         if request in self.waiting:
             self.waiting.remove(request)
+        if request in self.connector:
+            self.connector.remove(request)
         del self.requests[request.request_id]
         self.handoffs.forget(request.request_id)
 
@@ -315,6 +352,7 @@ class PagedModel(HandoffRank):
         reservation = self._reserve(prefix, target - previous - reused)
         if reservation is None:
             return False
+        self._fence(reservation.slots)
         for position in range(previous, target):
             entry = request.entries[position]
             assert entry.block is None
@@ -364,22 +402,23 @@ class PagedModel(HandoffRank):
     def _announce(self, request: Live, positions: list[int]) -> None:
         if not positions:
             return
-        size = self.block_size
-        blocks = []
-        for position in positions:
-            entry = request.entries[position]
-            assert entry.block_hash is not None
-            assert entry.tokens_hash is not None
-            ids = tuple(request.tokens[position * size : (position + 1) * size])
-            shown = ids if self.config.emit_kv_token_ids else None
-            blocks.append(StoredBlock(entry.block_hash, entry.tokens_hash, shown))
+        blocks = [self._as_announced(request, position) for position in positions]
         parent = request.entries[positions[0] - 1].block_hash if positions[0] else None
         self._emit(Stored(parent, tuple(blocks)))
 
-    def _emit(self, data: Stored | Removed) -> None:
+    def _as_announced(self, request: Live, position: int) -> StoredBlock:
+        size = self.block_size
+        entry = request.entries[position]
+        assert entry.block_hash is not None
+        assert entry.tokens_hash is not None
+        ids = tuple(request.tokens[position * size : (position + 1) * size])
+        return StoredBlock(entry.block_hash, entry.tokens_hash, ids if self.config.emit_kv_token_ids else None)
+
+    def _emit(self, data: Stored | Removed, tier: str = "device") -> None:
         if not self.emits_events:
             return
-        self.event_buffer.append(KvEvent(self.next_event_id, self.identity.worker_id, self.identity.dp_rank, data))
+        identity = self.identity
+        self.event_buffer.append(KvEvent(self.next_event_id, identity.worker_id, identity.dp_rank, data, tier))
         self.next_event_id += 1
 
     def _drain_events(self) -> list[KvEvent]:
@@ -412,12 +451,16 @@ class PagedModel(HandoffRank):
         """kv-cache.md section 5, with the recompute adjustment."""
         size = self.block_size
         overlap = active = 0
-        for entry in request.entries:
-            block = None if entry.block_hash is None else self.pool.primary(entry.block_hash)
-            if block is None:
-                break
-            overlap += 1
-            active += block.used
+        if request.load is not None and request.load.done:
+            # What it found when it began to load: more may have become visible, but it owns only this.
+            overlap = active = request.load.blocks
+        else:
+            for entry in request.entries:
+                block = None if entry.block_hash is None else self.pool.primary(entry.block_hash)
+                if block is None:
+                    break
+                overlap += 1
+                active += block.used
         cached = min(overlap * size, request.length)
         active_cached = min(active * size, request.length)
         if not self.trtllm and self._remaining(request) > 0:
@@ -436,10 +479,12 @@ class PagedModel(HandoffRank):
         work = PassState(now_ms, math.inf if budget is None else budget)
         self._schedule_running(work)
         self._schedule_waiting(work)
+        if self.host is not None:
+            self._prepare_stores(work)
 
         prefill_ms = self.timing.prefill_ms(work.prefill_count, work.prefill_isl, work.prefill_prefix)
         work.duration_ms = prefill_ms
-        decode_start = now_ms + prefill_ms
+        decode_start = max(now_ms, self.compute_not_before) + prefill_ms
         outputs, decode_ms = self._emission(work)
         outputs += [Output(request_id, None, True, True, None) for request_id in work.rejected]
         end_ms = decode_start + decode_ms
@@ -482,9 +527,13 @@ class PagedModel(HandoffRank):
     def _schedule_waiting(self, work: PassState) -> None:
         limit = self.config.max_num_seqs
         while not work.preempted_any and (limit is None or len(self.running) < limit):
+            if self.host is not None and work.budget <= 0:
+                break
             # A pending destination owns the next free capacity: nothing that still needs some passes it.
             candidates = [
-                request for request in self.waiting if not self.handoffs.pending or self._is_materialised(request)
+                request
+                for request in (*(other for other in self.connector if not other.asleep), *self.waiting)
+                if not self.handoffs.pending or self._is_materialised(request)
             ]
             if not candidates:
                 break
@@ -493,6 +542,18 @@ class PagedModel(HandoffRank):
                 self._reject(request, work)
                 continue
             cost = self._prefix_cost(request)
+            if self.host is not None and not self._is_materialised(request):
+                found = self._look_up(request)
+                if found == "deferred":
+                    self._defer(request)
+                    continue
+                if found != "miss":
+                    verdict = self._begin_load(request, found, cost, work)
+                    if verdict == "reject":
+                        self._reject(request, work)
+                    if verdict == "wait":
+                        break
+                    continue
             verdict = "admit" if self._is_materialised(request) else self._gate(request, cost)
             if verdict == "reject":
                 self._reject(request, work)
@@ -506,7 +567,7 @@ class PagedModel(HandoffRank):
         self.handoffs.generation += self._drop(request)
         work.rejected.append(request.request_id)
 
-    def _gate(self, request: Live, cost: Cost) -> str:
+    def _gate(self, request: Live, cost: Cost, headroom: int = 0) -> str:
         """Full-sequence admission (vllm.md sections 5 and 11): "admit", "wait" or "reject"."""
         if request.outgrown:
             return "wait"
@@ -515,9 +576,9 @@ class PagedModel(HandoffRank):
         footprint = max(footprint, request.wants_blocks)
         if request.status == WAITING and footprint > capacity:
             return "reject"
-        needed = footprint - cost.active_cached_tokens // self.block_size
+        needed = footprint - max(cost.active_cached_tokens // self.block_size, self._blocks(request.allocated))
         available = self._unpromised_blocks() if self.trtllm else capacity - self.pool.active_blocks
-        return "admit" if needed <= available else "wait"
+        return "admit" if needed <= available - headroom else "wait"
 
     def _schedule(self, request: Live, work: PassState, cost: Cost | None) -> str:
         """vllm.md section 6: "scheduled", "blocked" or "current preempted". A cost marks a waiting request."""
@@ -569,11 +630,12 @@ class PagedModel(HandoffRank):
         if after == request.length and not self.always_draft:
             self._schedule_drafts(request, item, work)
         if from_waiting:
-            self.waiting.remove(request)
+            (self.waiting if request in self.waiting else self.connector).remove(request)
             self.running.append(request)
             request.status = RUNNING
             request.wants_blocks = 0
-            work.admissions.append(Admission(request.request_id, cached))
+            work.admissions.append(Admission(request.request_id, cached, self._attribution(request, cached)))
+            request.load = None
             if not request.admitted_before:
                 request.admitted_before = True
                 request.cached_prefix = cached
@@ -607,6 +669,8 @@ class PagedModel(HandoffRank):
     def _preempt(self, request: Live, work: PassState) -> None:
         before = self._occupancy()
         held = self._blocks(request.allocated)
+        if self.host is not None and request.latest_store is not None:
+            self._fence_store(request.latest_store)
         self._release(request)
         request.computed = 0
         request.drafts = 0
@@ -780,6 +844,9 @@ class PagedModel(HandoffRank):
 
     # ------------------------------------------------------------ boundaries
 
+    def is_ready(self) -> bool:
+        return bool(self.running or self.waiting or any(not request.asleep for request in self.connector))
+
     def metrics(self) -> Metrics:
         active, inactive, total = self.pool.active_blocks, len(self.pool.inactive), self.config.num_gpu_blocks
         return Metrics(
@@ -790,7 +857,7 @@ class PagedModel(HandoffRank):
             active / total,
             (active + inactive) / total,
             len(self.running),
-            len(self.waiting) + len(self.handoffs.waiting_lengths()),
+            len(self.waiting) + len(self.connector) + len(self.handoffs.waiting_lengths()),
             self.preemptions_total,
         )
 
@@ -799,7 +866,7 @@ class PagedModel(HandoffRank):
         decodes = [item for item in work.scheduled.values() if item.prompt_tokens == 0 and not item.was_complete]
         decode_kv = Welford(item.length for item in decodes)
         fresh, again = [], self.handoffs.waiting_lengths()
-        for request in self.waiting:
+        for request in (*self.waiting, *self.connector):
             started = request.status == PREEMPTED or self.handoffs.is_active(request.request_id)
             (again if started else fresh).append(request.length)
         queued_prefill, queued_decode = Welford(fresh), Welford(again)
@@ -820,11 +887,227 @@ class PagedModel(HandoffRank):
             duration_ms=duration_ms,
         )
 
+    # ------------------------------------------------------------ host memory (host-offload.md part A)
+
+    def _prompt_keys(self, request: Live) -> list[int]:
+        keys = [entry.block_hash for entry in request.entries[: request.num_input // self.block_size]]
+        return [key for key in keys if key is not None]
+
+    def _touch_prompt(self, request: Live) -> None:
+        assert self.host is not None
+        for key in reversed(self._prompt_keys(request)):
+            self.host.touch([key])
+
+    def _prepare_stores(self, work: PassState) -> None:
+        """Section 3: prompt blocks that this pass completed, in running order."""
+        for request in self.running:
+            if request.request_id in work.scheduled:
+                self._prepare_store(request, work.now_ms)
+
+    def _prepare_store(self, request: Live, now_ms: float) -> None:
+        assert self.host is not None
+        keys = self._prompt_keys(request)
+        start, end = request.next_store_block, min(min(request.computed, request.num_input) // self.block_size, len(keys))
+        if end <= start:
+            return
+        missing = [position for position in range(start, end) if self.host.lookup(keys[position]) == "miss"]
+        if not missing:
+            request.next_store_block = end
+            return
+        blocks = [request.entries[position].block for position in missing]
+        if any(block is None or block.hash is None or block.slot in self.readers for block in blocks):
+            return
+        transfer, outcome, victims = self.host.prepare_store(request.request_id, keys[start:end], now_ms)
+        if victims:
+            self._emit(Removed(tuple(victims)), "host_pinned")
+        if outcome == "retry":
+            return
+        assert transfer is not None
+        parents = [None, *keys]
+        self.store_blocks[transfer.id] = [
+            (position, self._as_announced(request, position), parents[position]) for position in missing
+        ]
+        self.host.record_mappings(transfer, missing, now_ms)
+        for block in blocks:
+            assert block is not None
+            self.readers[block.slot] = transfer.id
+        request.latest_store = transfer.id
+        request.next_store_block = end
+        self._touch_prompt(request)
+
+    def _look_up(self, request: Live) -> Any:
+        """Section 4: "miss", "deferred" or the keys of a hit."""
+        assert self.host is not None
+        if request.load is not None:
+            return "miss" if request.load.done else "deferred"
+        if request.latest_store is not None:
+            if request.latest_store in self.host.transfers:
+                return "deferred"
+            request.latest_store = None
+        keys = self._prompt_keys(request)
+        base = 0
+        while base < len(request.entries):
+            block_hash = request.entries[base].block_hash
+            if block_hash is None or self.pool.primary(block_hash) is None:
+                break
+            base += 1
+        found: list[int] = []
+        deferred = False
+        for key in keys[base:]:
+            state = self.host.lookup(key)
+            if state == "miss":
+                break
+            deferred |= state == "pending" or self.host.is_loading(key)
+            found.append(key)
+        self._touch_prompt(request)
+        if not found:
+            return "miss"
+        return "deferred" if deferred else found
+
+    def _defer(self, request: Live) -> None:
+        """To the end of the connector queue, or where it is if it is there already."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+            self.connector.append(request)
+        request.asleep = True
+
+    def _headroom(self) -> int:
+        """Blocks that running prompts and loading requests will still take."""
+        blocks = sum(self._blocks(other.length) - self._blocks(other.allocated) for other in self.running)
+        for other in self.connector:
+            if other.load is not None:
+                blocks += self._blocks(other.length) - other.load.blocks
+        return blocks
+
+    def _begin_load(self, request: Live, keys: list[int], cost: Cost, work: PassState) -> str:
+        """Queue a load: "queued", "wait" or "reject"."""
+        assert self.host is not None
+        verdict = self._gate(request, cost, self._headroom())
+        if verdict != "admit":
+            return verdict
+        base = self._prompt_keys(request).index(keys[0])
+        reservation = self._reserve([entry.block_hash for entry in request.entries[:base]], len(keys))
+        if reservation is None:
+            return "wait"
+        not_before = max((self._store_deadline(self.readers.get(slot)) for slot in reservation.slots), default=0.0)
+        transfer = self.host.schedule_load(request.request_id, keys, work.now_ms, not_before)
+        assert transfer is not None
+        request.load = Load(transfer.id, reservation, base, base + len(keys))
+        self._defer(request)
+        return "queued"
+
+    def _attribution(self, request: Live, reused: int) -> tuple[int, int] | None:
+        """Tokens of the first admission that came from the device and from host memory."""
+        if self.host is None or request.admitted_before:
+            return None
+        device = reused if request.load is None else min(request.load.base * self.block_size, reused)
+        return (device, reused - device)
+
+    def _store_deadline(self, transfer_id: int | None) -> float:
+        """When a store that is on its link ends, 0 for anything else."""
+        if transfer_id is None or self.host is None or transfer_id not in self.host.transfers:
+            return 0.0
+        return self.host.transfers[transfer_id].deadline or 0.0
+
+    def _fence(self, slots: list[int]) -> None:
+        """What is written into these slots has to wait for the stores that still read them."""
+        for slot in slots:
+            if slot in self.readers:
+                self._fence_store(self.readers[slot])
+
+    def _fence_store(self, transfer_id: int) -> None:
+        self.compute_not_before = max(self.compute_not_before, self._store_deadline(transfer_id))
+
+    def _cancel_load(self, request: Live) -> None:
+        if request.load is None or request.load.done:
+            return
+        assert self.host is not None
+        assert self.command is not None
+        now = self.host.clock if self.command.pass_in_flight else self.command.now_ms
+        self.host.cancel_load(request.load.transfer_id, now, self.command.now_ms)
+        self.pool.cancel(request.load.reservation)
+        request.load = None
+
+    def _cross_boundary(self, now_ms: float, *, submit: bool) -> None:
+        """Section 6: settle transfers and let the rank see it."""
+        if self.host is None:
+            return
+        settled = self.host.tick(now_ms)
+        if submit:
+            self.host.submit_prepared(now_ms)
+            settled += self.host.tick(now_ms)
+        for transfer in settled:
+            if transfer.kind == STORE:
+                self.readers = {slot: reader for slot, reader in self.readers.items() if reader != transfer.id}
+                self._announce_store(transfer)
+        for transfer in settled:
+            if transfer.kind == LOAD:
+                self._activate_load(transfer)
+        if settled:
+            for request in self.connector:
+                request.asleep = False
+            self.last_pass_effect_free = False
+
+    def _announce_store(self, transfer: Transfer) -> None:
+        blocks = self.store_blocks.pop(transfer.id)
+        run: list[tuple[int, StoredBlock, int | None]] = []
+        for block in [*blocks, None]:
+            if run and (block is None or block[0] != run[-1][0] + 1):
+                self._emit(Stored(run[0][2], tuple(one for _, one, _ in run), run[0][0]), "host_pinned")
+                run = []
+            if block is not None:
+                run.append(block)
+
+    def _activate_load(self, transfer: Transfer) -> None:
+        """What was loaded becomes part of the lease, findable at once."""
+        request = self.requests[transfer.request_id]
+        load = request.load
+        assert load is not None
+        for position in range(load.blocks):
+            entry = request.entries[position]
+            loaded = position >= load.base
+            entry.block = self.pool.take_fresh(load.reservation) if loaded else self.pool.take_prefix(load.reservation)
+            entry.pending_cache = loaded
+        request.allocated = load.blocks * self.block_size
+        self._finalize(request, 0, request.allocated)
+        request.next_store_block = load.blocks
+        load.done = True
+
+    # ------------------------------------------------------------ boundaries with host memory
+
+    def apply_command(
+        self, command: Command, context: CommandContext, pending: PendingPass | None = None
+    ) -> CommandEffects:
+        self.command = context
+        return super().apply_command(command, context, pending)
+
+    def complete_pass(self, pending: PendingPass, end_ms: float) -> PassCompletionEffects:
+        self._cross_boundary(end_ms, submit=True)
+        return super().complete_pass(pending, end_ms)
+
+    def complete_idle_group_pass(self, start_ms: float, end_ms: float) -> PassCompletionEffects:
+        self._cross_boundary(end_ms, submit=True)
+        return super().complete_idle_group_pass(start_ms, end_ms)
+
+    def next_internal_deadline_ms(self) -> float | None:
+        return None if self.host is None else self.host.next_deadline()
+
+    def process_internal_work(self, now_ms: float, pass_in_flight: bool = False) -> InternalEffects:
+        if pass_in_flight:
+            return InternalEffects([], [])
+        self._cross_boundary(now_ms, submit=False)
+        return super().process_internal_work(now_ms)
+
+    def is_drained(self) -> bool:
+        return super().is_drained() and (self.host is None or not self.host.transfers)
+
     # ------------------------------------------------------------ liveness
 
     def stuck_head(self) -> tuple[int, str] | None:
         """The head of the queue and why it can never progress; None while there is hope."""
         if self.running or not self.waiting or not self.last_pass_effect_free:
+            return None
+        if self.connector or self.next_internal_deadline_ms() is not None:
             return None
         head = self.waiting[0]
         if head.outgrown:
@@ -900,13 +1183,27 @@ class PagedModel(HandoffRank):
                 entry.request.request_id: ([block.hash for block in entry.reservation.prefix], entry.reservation.fresh)
                 for entry in self.handoffs.reserved.values()
             },
+            **({} if self.host is None else self._host_state()),
+        }
+
+    def _host_state(self) -> dict[str, Any]:
+        assert self.host is not None
+        return {
+            "host": self.host.state(),
+            "connector": [(request.request_id, request.asleep) for request in self.connector],
+            "stores": {r.request_id: r.next_store_block for r in self.requests.values()},
+            "loads": {
+                request.request_id: (request.load.base, request.load.blocks, request.load.done)
+                for request in self.requests.values()
+                if request.load is not None
+            },
         }
 
     def check(self) -> None:
         """The invariants of kv-cache.md section 2 and vllm.md section 2."""
         self.pool.check()
         assert not self.lifecycle
-        members = [request.request_id for request in (*self.running, *self.waiting)]
+        members = [request.request_id for request in (*self.running, *self.waiting, *self.connector)]
         assert sorted(members) == sorted(self.requests)
         self.handoffs.check(set(self.requests))
         refs: dict[int, int] = {}
@@ -924,6 +1221,11 @@ class PagedModel(HandoffRank):
                 assert self._remaining(request) == 0
             elif request.status == RUNNING:
                 assert request in self.running
+            elif request in self.connector:
+                assert request.computed == 0
+                load = request.load
+                assert request.allocated == (load.blocks * self.block_size if load is not None and load.done else 0)
+                assert load is None or load.done or request.asleep
             else:
                 assert request in self.waiting
                 assert request.computed == request.allocated
@@ -938,7 +1240,16 @@ class PagedModel(HandoffRank):
             for block in entry.reservation.prefix:
                 pins[id(block)] = pins.get(id(block), 0) + 1
             assert entry.reservation.fresh + len(entry.reservation.prefix) == len(entry.request.entries)
+        for request in self.connector:
+            if request.load is not None and not request.load.done:
+                fresh += request.load.reservation.fresh
+                for block in request.load.reservation.prefix:
+                    pins[id(block)] = pins.get(id(block), 0) + 1
         assert self.pool.reserved == fresh
+        if self.host is not None:
+            self.host.check()
+            assert set(self.readers.values()) <= set(self.host.transfers)
+            assert set(self.store_blocks) == {t.id for t in self.host.transfers.values() if t.kind == STORE}
         for waiting in self.handoffs.pending:
             assert all(entry.block is None for entry in waiting.request.entries)
         every = [*self.pool.private, *(block for copies in self.pool.copies.values() for block in copies)]

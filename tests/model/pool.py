@@ -10,6 +10,7 @@ from dataclasses import dataclass
 class Block:
     """One physical copy; `hash` is None while it is private to its owner."""
 
+    slot: int
     hash: int | None = None
     refs: int = 0
     pins: int = 0
@@ -24,7 +25,12 @@ class Reservation:
     """Capacity that is promised: pinned prefix copies, root first, and fresh slots."""
 
     prefix: list[Block]
-    fresh: int
+    #: the last one is handed out first
+    slots: list[int]
+
+    @property
+    def fresh(self) -> int:
+        return len(self.slots)
 
 
 class BlockPool:
@@ -32,13 +38,18 @@ class BlockPool:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.free = capacity
+        #: the last one is taken first
+        self.free_slots = list(range(capacity))
         self.reserved = 0
         self.private: list[Block] = []
         #: hash -> its copies; the first is the primary, the others wait in order of arrival.
         self.copies: dict[int, list[Block]] = {}
         #: unused cached copies, the next victim first.
         self.inactive: list[Block] = []
+
+    @property
+    def free(self) -> int:
+        return len(self.free_slots)
 
     @property
     def active_blocks(self) -> int:
@@ -61,7 +72,7 @@ class BlockPool:
             return None
         for block in prefix:
             self._pin(block)
-        self.free -= fresh - evictions
+        slots = [self.free_slots.pop() for _ in range(fresh - evictions)]
         removed = []
         for _ in range(evictions):
             victim = self.inactive.pop(0)
@@ -71,16 +82,17 @@ class BlockPool:
             if not copies:
                 del self.copies[victim.hash]
                 removed.append(victim.hash)
+            slots.append(victim.slot)
         self.reserved += fresh
-        return Reservation(prefix, fresh), removed
+        return Reservation(prefix, slots), removed
 
     def cancel(self, reservation: Reservation) -> None:
         for block in reversed(reservation.prefix):
             block.pins -= 1
             self._rest(block)
         self.reserved -= reservation.fresh
-        self.free += reservation.fresh
-        reservation.prefix, reservation.fresh = [], 0
+        self.free_slots += reservation.slots
+        reservation.prefix, reservation.slots = [], []
 
     def take_prefix(self, reservation: Reservation) -> Block:
         """The next pinned copy of the reservation, now referenced."""
@@ -91,10 +103,8 @@ class BlockPool:
 
     def take_fresh(self, reservation: Reservation) -> Block:
         """One of the fresh slots of the reservation as a private copy."""
-        assert reservation.fresh > 0
-        reservation.fresh -= 1
         self.reserved -= 1
-        block = Block(refs=1)
+        block = Block(reservation.slots.pop(), refs=1)
         self.private.append(block)
         return block
 
@@ -110,7 +120,7 @@ class BlockPool:
         block.refs -= 1
         if block.hash is None:
             self.private.remove(block)
-            self.free += 1
+            self.free_slots.append(block.slot)
         else:
             self._rest(block)
 

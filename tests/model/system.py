@@ -16,6 +16,7 @@ import msgspec
 from kvsim.config import EngineConfig
 from kvsim.contract import (
     ActivateDestination,
+    Admission,
     Applied,
     CancelDestination,
     CancelSource,
@@ -78,6 +79,8 @@ class Record:
     token_times: list[float] = field(default_factory=list)
     #: (pool, when, reused tokens)
     admissions: list[tuple[str, float, int]] = field(default_factory=list)
+    #: (device, host) tokens of each admission, where known
+    attributions: list[tuple[int, int] | None] = field(default_factory=list)
     routes: list[Route] = field(default_factory=list)
     prefill_worker: int | None = None
     decode_worker: int | None = None
@@ -239,8 +242,27 @@ class System:
         times = [worker.end_ms for pool in self.pools.values() for worker in pool.workers]
         times += [when for when, _, _ in self.transfers]
         times += [when for when, _, _ in self.in_front]
+        times += self.internal_deadlines()
         ready = self.driver.next_ready_ms()
         return min([*times, *([] if ready is None else [ready])], default=math.inf)
+
+    def internal_deadlines(self) -> list[float]:
+        """Of idle workers: a busy one settles at its boundary."""
+        ranks = [rank for pool in self.pools.values() for worker in pool.workers if not worker.busy for rank in worker.ranks]
+        deadlines = [rank.next_internal_deadline_ms() for rank in ranks]
+        return [deadline for deadline in deadlines if deadline is not None]
+
+    def process_internal_work(self) -> bool:
+        did = False
+        for pool in self.pools.values():
+            for worker in pool.workers:
+                for dp_rank, rank in enumerate(worker.ranks):
+                    deadline = None if worker.busy else rank.next_internal_deadline_ms()
+                    if deadline is not None and deadline <= self.now:
+                        did = True
+                        effects = rank.process_internal_work(self.now)
+                        self.kv_events += [(self.now, pool.name, dp_rank, event) for event in effects.kv_events]
+        return did
 
     def settle(self) -> None:
         """Everything that happens at `now`, until nothing changes."""
@@ -248,7 +270,8 @@ class System:
         while True:
             turns += 1
             assert turns < PATIENCE, f"no end of the instant {self.now}"
-            changed = self.complete_due_passes()
+            changed = self.process_internal_work()
+            changed |= self.complete_due_passes()
             changed |= self.complete_due_transfers()
             changed |= self.leave_front()
             changed |= self.carry_out_actions()
@@ -347,7 +370,7 @@ class System:
             if outcome is None:
                 continue
             for admission in outcome.start_effects.admissions:
-                self.admit(worker, admission.request_id, admission.reused_input_tokens)
+                self.admit(worker, admission)
         if self.check:
             for rank in worker.ranks:
                 rank.check()
@@ -384,9 +407,10 @@ class System:
             if not worked and deferred:
                 rank.ratio = rank.init_ratio
 
-    def admit(self, worker: Worker, request_id: int, reused: int) -> None:
-        record = self.jobs[request_id].record
-        record.admissions.append((worker.pool, self.now, reused))
+    def admit(self, worker: Worker, admission: Admission) -> None:
+        record = self.jobs[admission.request_id].record
+        record.admissions.append((worker.pool, self.now, admission.reused_input_tokens))
+        record.attributions.append(admission.cache_tier_attribution)
         if record.first_admit_ms is None:
             record.first_admit_ms = self.now
         if worker.pool == PREFILL and record.prefill_admit_ms is None:

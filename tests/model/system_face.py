@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from kvsim.config import EngineConfig, parse_config
+from kvsim.contract import KvEvent, Stored
 from kvsim.report.summary import distribution
 from kvsim.workload import read_mooncake, workload_from_requests, workload_from_traffic
+from model import host
 from model.system import AGGREGATED, DECODE, PREFILL, Record, System
 
 
@@ -19,14 +21,77 @@ def run_replay_json(text: str) -> str:
 
 
 def run_replay_with_artifacts_json(text: str) -> str:
-    return json.dumps({"report": report_of(json.loads(text))})
+    payload = json.loads(text)
+    system = build(payload).run()
+    return json.dumps({"report": report_of(payload, system), "artifacts": artifacts_of(system)})
+
+
+def uuid_text(request_id: int) -> str:
+    return str(uuid.UUID(int=request_id))
+
+
+def artifacts_of(system: System) -> dict[str, Any]:
+    """Series of the only rank."""
+    outputs = [
+        {
+            "request_id": uuid_text(output.request_id),
+            "token_id": output.token_id,
+            "completed": output.completed,
+            "rejected": output.rejected or output.failed,
+            "cached_tokens": output.cached_tokens,
+            "observed_at_ms": at_ms,
+        }
+        for at_ms, _, _, output in system.outputs
+    ]
+    rank = system.pools[AGGREGATED].workers[0].ranks[0]
+    tier: host.HostTier | None = getattr(rank, "host", None)
+    return {
+        "outputs": outputs,
+        "kv_events": [{"observed_at_ms": at_ms, "event": shown_event(event)} for at_ms, _, _, event in system.kv_events],
+        "host_offload_events": [] if tier is None else [shown_record(record) for record in tier.records],
+    }
+
+
+def shown_event(event: KvEvent) -> dict[str, Any]:
+    data: dict[str, Any]
+    if isinstance(event.data, Stored):
+        blocks = [{"block_hash": block.block_hash, "tokens_hash": block.tokens_hash} for block in event.data.blocks]
+        stored = {"parent_hash": event.data.parent_hash, "blocks": blocks}
+        if event.data.start_position is not None:
+            stored["start_position"] = event.data.start_position
+        data = {"stored": stored}
+    else:
+        data = {"removed": {"block_hashes": list(event.data.block_hashes)}}
+    tier = {} if event.storage_tier == "device" else {"tier": event.storage_tier}
+    return {"event_id": event.event_id, "dp_rank": event.dp_rank, "data": data, **tier}
+
+
+def shown_record(record: host.Record) -> dict[str, Any]:
+    """One observation of host memory."""
+    what: dict[str, Any] = {"event": record.kind}
+    if record.transfer_id is not None:
+        what["transfer_id"] = record.transfer_id
+    if record.completes_at_ms is not None:
+        what["completes_at_ms"] = record.completes_at_ms
+    if record.structurally_unfittable is not None:
+        what["structurally_unfittable"] = record.structurally_unfittable
+    if record.kind == "store_block_mappings":
+        what["mappings"] = [
+            {"block_hash": key, "logical_block_index": index}
+            for key, index in zip(record.keys, record.indices, strict=True)
+        ]
+    elif record.kind == "evicted":
+        what["block_hash"] = record.keys[0]
+    else:
+        what["block_hashes"] = record.keys
+    return {"request_id": uuid_text(record.request_id), "observed_at_ms": record.at_ms, "event": what}
 
 
 def pool_of(engine: dict[str, Any], workers: dict[str, Any], role: str) -> tuple[EngineConfig, int, int]:
     rank = dict(engine.get("rank", {}))
     if rank.get("prefill_schedule_interval", 1) == 1:
         rank.pop("prefill_schedule_interval", None)
-    config = parse_config(rank).replace(worker_type=role)
+    config = parse_config(rank).replace(worker_type=role, emit_kv_events=True)
     return config, workers.get("initial_workers", 1), engine.get("dp_size", 1)
 
 
@@ -100,8 +165,9 @@ def engine_of(arguments: dict[str, Any], workers: int, role: str) -> tuple[Engin
     return config, workers, arguments.get("dp_size", 1)
 
 
-def report_of(payload: dict[str, Any]) -> dict[str, Any]:
-    system = build(payload).run()
+def report_of(payload: dict[str, Any], system: System | None = None) -> dict[str, Any]:
+    if system is None:
+        system = build(payload).run()
     spec = payload["spec"]
     report = summary(system, spec.get("sla") or {})
     if spec.get("record_per_request"):
@@ -129,6 +195,12 @@ def row(system: System, record: Record, names: list[str] | None) -> dict[str, An
     times = record.token_times
     history, seen = [], {}
     for ordinal, (pool, at_ms, reused) in enumerate(record.admissions):
+        attribution = record.attributions[ordinal]
+        tiers = (
+            {}
+            if attribution is None
+            else {"g1_reused_input_tokens": attribution[0], "host_reused_input_tokens": attribution[1]}
+        )
         seen[pool] = seen.get(pool, -1) + 1
         history.append(
             {
@@ -138,6 +210,7 @@ def row(system: System, record: Record, names: list[str] | None) -> dict[str, An
                 "at_ms": at_ms,
                 "reused_input_tokens": reused,
                 "is_readmission": seen[pool] > 0,
+                **tiers,
             }
         )
     by_pool = {pool: [reused for name, _, reused in record.admissions if name == pool] for pool in seen}
