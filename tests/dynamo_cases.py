@@ -86,7 +86,10 @@ def records(name: str) -> np.ndarray:
 
 def admissions(name: str) -> np.ndarray:
     log = [
-        (k, entry["at_ms"], entry["reused_input_tokens"], 0, 0, POOLS[entry["pool"]], 0)
+        (
+            *(k, entry["at_ms"], entry["reused_input_tokens"], 0, 0, POOLS[entry["pool"]]),
+            entry.get("g1_reused_input_tokens", -1),
+        )
         for k, row in enumerate(rows(name))
         for entry in row["admission_history"]
     ]

@@ -150,7 +150,7 @@ class RecordedRun:
     def admissions(self):
         """The admission log of the run, in time order."""
         log = [
-            (row, entry["at_ms"], entry["reused_input_tokens"], 0, 0, 0, 0)
+            (row, entry["at_ms"], entry["reused_input_tokens"], 0, 0, 0, entry.get("g1_reused_input_tokens", -1))
             for row, values in enumerate(self.rows)
             for entry in values["admission_history"]
         ]

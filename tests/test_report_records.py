@@ -67,7 +67,7 @@ def test_schedulers_are_numbered_over_workers_and_ranks():
 
 
 def test_admissions_are_grouped_by_request_in_time_order():
-    log = np.array([(2, 0.0, 0, 0, 0, 0, 0), (0, 5.0, 16, 0, 0, 0, 0), (2, 10.0, 32, 0, 0, 0, 0)], ADMISSION_LOG)
+    log = np.array([(2, 0.0, 0, 0, 0, 0, -1), (0, 5.0, 16, 0, 0, 0, -1), (2, 10.0, 32, 0, 0, 0, -1)], ADMISSION_LOG)
     index = RowIndex(log)
     assert index.of(2)["at_ms"].tolist() == [0.0, 10.0]
     assert index.of(1).shape == (0,)
@@ -279,7 +279,7 @@ def disaggregated(**fields):
 
 def test_a_second_pool_is_no_readmission_and_a_second_admission_in_it_is():
     log = np.array(
-        [(0, 0.0, 0, 0, 0, Pool.PREFILL, 0), (0, 5.0, 0, 0, 0, Pool.DECODE, 0), (0, 9.0, 48, 0, 0, Pool.DECODE, 0)],
+        [(0, 0.0, 0, 0, 0, Pool.PREFILL, -1), (0, 5.0, 0, 0, 0, Pool.DECODE, -1), (0, 9.0, 48, 0, 0, Pool.DECODE, -1)],
         ADMISSION_LOG,
     )
     made = completed(tokens=[8.0], admissions=3, reused_tokens=48, input_tokens=50)
