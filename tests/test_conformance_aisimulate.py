@@ -1,4 +1,4 @@
-"""`kvsim.compat.aisimulate` gives what its peer gave: every recorded aggregated run, from JSON text to JSON text."""
+"""`kvsim.compat.aisimulate` gives what its peer gave: every recorded run, from JSON text to JSON text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvsim.errors import ConfigError
 from model import recording
 
 #: Kinds of deployment that `kvsim.compat.aisimulate` is not asked for here.
-OTHER_KINDS = {"disagg", "attention_dp", "host_offload", "state_cache", "host_loop"}
+OTHER_KINDS = {"prefill_schedule_interval", "state_cache", "host_loop"}
 
 CASES = {
     path.name.removesuffix(".json.gz"): case

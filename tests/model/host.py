@@ -110,7 +110,9 @@ class HostTier:
 
     # ------------------------------------------------------------ stores
 
-    def prepare_store(self, request_id: int, cohort: Sequence[int], now: float) -> tuple[Transfer | None, str, list[int]]:
+    def prepare_store(
+        self, request_id: int, cohort: Sequence[int], now: float
+    ) -> tuple[Transfer | None, str, list[int]]:
         """(transfer, "prepared" | "present" | "retry", victims)."""
         self._advance(now)
         distinct = list(dict.fromkeys(cohort))
@@ -223,9 +225,7 @@ class HostTier:
             "pending": sorted((key, e.pending) for key, e in self.entries.items() if e.pending is not None),
             "pins": sorted((key, entry.pins) for key, entry in self.entries.items() if entry.pins),
             "lru": [key for _, key in evictable],
-            "transfers": [
-                (t.id, t.kind, t.request_id, t.keys, t.deadline) for _, t in sorted(self.transfers.items())
-            ],
+            "transfers": [(t.id, t.kind, t.request_id, t.keys, t.deadline) for _, t in sorted(self.transfers.items())],
             "prepared": [t.id for t in self.prepared],
             "tails": (self.lanes[STORE].tail, self.lanes[LOAD].tail),
         }

@@ -38,8 +38,8 @@ from kvsim.contract import (
 )
 from kvsim.errors import CommandError
 from model.handoff import HandoffRank, Handoffs
-from model.host import LOAD, STORE, HostTier, Transfer
 from model.hashing import ChaCha12, chain, lineage_hash, local_hash, synthetic_token
+from model.host import LOAD, STORE, HostTier, Transfer
 from model.pool import Block, BlockPool, Reservation
 from model.timing import Timing
 from model.welford import Welford
@@ -907,7 +907,10 @@ class PagedModel(HandoffRank):
     def _prepare_store(self, request: Live, now_ms: float) -> None:
         assert self.host is not None
         keys = self._prompt_keys(request)
-        start, end = request.next_store_block, min(min(request.computed, request.num_input) // self.block_size, len(keys))
+        start, end = (
+            request.next_store_block,
+            min(min(request.computed, request.num_input) // self.block_size, len(keys)),
+        )
         if end <= start:
             return
         missing = [position for position in range(start, end) if self.host.lookup(keys[position]) == "miss"]

@@ -248,7 +248,9 @@ class System:
 
     def internal_deadlines(self) -> list[float]:
         """Of idle workers: a busy one settles at its boundary."""
-        ranks = [rank for pool in self.pools.values() for worker in pool.workers if not worker.busy for rank in worker.ranks]
+        ranks = [
+            rank for pool in self.pools.values() for worker in pool.workers if not worker.busy for rank in worker.ranks
+        ]
         deadlines = [rank.next_internal_deadline_ms() for rank in ranks]
         return [deadline for deadline in deadlines if deadline is not None]
 

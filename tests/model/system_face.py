@@ -47,7 +47,9 @@ def artifacts_of(system: System) -> dict[str, Any]:
     tier: host.HostTier | None = getattr(rank, "host", None)
     return {
         "outputs": outputs,
-        "kv_events": [{"observed_at_ms": at_ms, "event": shown_event(event)} for at_ms, _, _, event in system.kv_events],
+        "kv_events": [
+            {"observed_at_ms": at_ms, "event": shown_event(event)} for at_ms, _, _, event in system.kv_events
+        ],
         "host_offload_events": [] if tier is None else [shown_record(record) for record in tier.records],
     }
 

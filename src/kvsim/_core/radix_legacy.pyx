@@ -181,6 +181,7 @@ cdef int legacy_admit(rank_t* r) noexcept nogil:
         q.stamp = h.passes
         a = &r.admissions[r.num_admissions]
         r.num_admissions += 1
+        a.device = -1
         a.id_hi = q.id_hi
         a.id_lo = q.id_lo
         a.slot = slot

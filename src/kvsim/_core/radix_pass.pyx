@@ -326,6 +326,7 @@ cdef void promote(rank_t* r) noexcept nogil:
         q.stamp = r.header.passes
         a = &r.admissions[r.num_admissions]
         r.num_admissions += 1
+        a.device = -1
         a.id_hi = q.id_hi
         a.id_lo = q.id_lo
         a.slot = slot
@@ -486,6 +487,7 @@ cdef int admit(rank_t* r) noexcept nogil:
         if first:
             a = &r.admissions[r.num_admissions]
             r.num_admissions += 1
+            a.device = -1
             a.id_hi = q.id_hi
             a.id_lo = q.id_lo
             a.slot = slot
