@@ -413,9 +413,19 @@ cdef class Fleet:
                 return False
         return True
 
-    def watch(self, int64_t w):
-        """Note the end of the pass that is in flight, before what it did."""
+    def watch(self, int64_t rank):
+        """If a pass of a rank's worker is in flight, note its end, before what it did.
+
+        Returns
+        -------
+        int
+            The worker; -1 if it is idle.
+        """
+        cdef int64_t w = self.rank_workers[rank]
+        if not self.workers[w].busy:
+            return -1
         self.workers[w].watched = 1
+        return w
 
     def touch(self, int64_t rank):
         """After a command to a rank: what it changed is seen, and its worker may start a pass."""

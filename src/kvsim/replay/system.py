@@ -232,6 +232,10 @@ class System:
         self.pools = list(pools)
         self.handoffs = np.zeros(0, layout.HANDOFF_RECORD) if handoffs is None else handoffs
         self.cap_ms = cap_ms
+        # Columns that are used once or more per request.
+        self._arrival_ms, self._input_tokens = records["arrival_ms"], records["input_tokens"]
+        self._activated_ms = self.handoffs["destination_activated_ms"]
+        self._released_ms = self.handoffs["source_released_ms"]
         self.scaling, self.telemetry = scaling, telemetry
         self.stalled: list[dict[str, Any]] = []
         self._disaggregated = len(self.pools) == 2
@@ -439,7 +443,7 @@ class System:
     def _release_arrivals(self, now: float) -> None:
         for row, arrival_ms in self.driver.release(now, self._inside):
             self._inside += 1
-            self.records["arrival_ms"][row] = arrival_ms
+            self._arrival_ms[row] = arrival_ms
             for window in self._windows:
                 window.arrived()
             if self._disaggregated:
@@ -527,7 +531,7 @@ class System:
 
     def _enter(self, pool: RunPool, row: int, rank: int, work: Any) -> None:
         """Hand a request to its rank."""
-        arrival_ms = float(self.records["arrival_ms"][row])
+        arrival_ms = float(self._arrival_ms[row])
         length, made = self._content(pool, row)
         if work is None:
             self.fleet.submit(rank, row, arrival_ms, length, made)
@@ -584,7 +588,7 @@ class System:
         front, back = self._front, self._back
         if kind == _HELD:
             mode, size, bandwidth = self._transfer
-            timing = TransferTiming(mode, int(self.records["input_tokens"][row]), size, bandwidth)
+            timing = TransferTiming(mode, int(self._input_tokens[row]), size, bandwidth)
             self._follow(handoff, handoff.coordinator.fact(Fact.SOURCE_HELD, timing))
             self._released_by(front, front.placement.prefill_completed(row, now), now)
         elif kind == _RESERVED:
@@ -632,7 +636,7 @@ class System:
             handoff, number, action = queue.popleft()
             if action <= Action.RESERVE_DESTINATION:
                 pool = self._front if action is Action.SUBMIT_PREFILL else self._back
-                arrival_ms = float(self.records["arrival_ms"][handoff.row])
+                arrival_ms = float(self._arrival_ms[handoff.row])
                 request = pool.requests.make(handoff.row, arrival_ms, pool.kind)
                 self._place(pool, request, (handoff, number, action), now)
             elif action is Action.START_TRANSFER:
@@ -665,19 +669,18 @@ class System:
             self._withdraw(pool, handoff.row)
             self._follow(handoff, handoff.coordinator.outcome(number, Outcome.NOOP))
             return
-        worker = self.fleet.worker_of(rank)
-        if self.fleet.is_busy(worker):
+        worker = self.fleet.watch(rank)
+        if worker >= 0:
             self._deferred.setdefault(worker, {}).setdefault(rank, []).append((handoff, number, action))
-            self.fleet.watch(worker)
             return
         state = pool.state(rank)
         if action is Action.ACTIVATE_DESTINATION:
             state.activate(slot)
-            self.handoffs["destination_activated_ms"][handoff.row] = now
+            self._activated_ms[handoff.row] = now
         elif source:
             if action is Action.RELEASE_SOURCE:
                 state.release_source(slot)
-                self.handoffs["source_released_ms"][handoff.row] = now
+                self._released_ms[handoff.row] = now
             else:
                 state.cancel_source(slot)
             handoff.prefill_slot = -1
