@@ -328,17 +328,14 @@ class Run:
         """
         front, back = self._pools[0], self._pools[-1]
         end_ms = self.now_ms
-        ended = self.records["status"] != RequestStatus.UNFINISHED
-        # Transfers to the host may go on after the last request; nobody is provisioned for them.
-        paid_ms = float(self.records["terminal_ms"].max()) if len(ended) and ended.all() else end_ms
         totals = RunTotals(
             committed_prefill_tokens=int(self._fleet.committed_prefill_tokens),
             passes=int(self._fleet.passes),
             preemptions=int(self.records["preemptions"].sum()),
             wall_time_ms=0.0 if started is None else (time.perf_counter() - started) * 1000.0,
             end_ms=end_ms,
-            prefill_worker_seconds=front.workers.worker_seconds(paid_ms) if self._disaggregated else 0.0,
-            decode_worker_seconds=back.workers.worker_seconds(paid_ms),
+            prefill_worker_seconds=front.workers.worker_seconds(end_ms) if self._disaggregated else 0.0,
+            decode_worker_seconds=back.workers.worker_seconds(end_ms),
             prefill_gpus_per_worker=front.dp_size if self._disaggregated else 0,
             decode_gpus_per_worker=back.dp_size,
             tokenized=self._tokenization is not None,
