@@ -102,6 +102,65 @@ def paged_state(rank: SchedulerRank) -> dict[str, Any]:
             request_id: reserved_blocks([hash_of(block) for block in rank.block_table(request_id)])
             for request_id in parked_ids(rank, HandoffRole.DESTINATION_HELD)
         },
+        **({} if rank.config.native_host_offload is None else host_state(rank)),
+    }
+
+
+def host_state(rank: SchedulerRank) -> dict[str, Any]:
+    """What `PagedModel.state()` says of host memory."""
+    view = rank._state.view
+    host, entries, transfers, blocks = view("host")[0], view("host_entries"), view("transfers"), view("transfer_blocks")
+    requests, offloads, sources = rank.requests, view("offloads"), view("sources")
+
+    def id_of(row: Any) -> int:
+        return int(row["id_hi"]) << 64 | int(row["id_lo"])
+
+    def listed(head: str) -> list[int]:
+        found, row = [], int(host[head])
+        while row >= 0:
+            found.append(row)
+            row = int(transfers[row]["next"])
+        return found
+
+    def shown(row: int, kind: str) -> tuple[Any, ...]:
+        transfer = transfers[row]
+        span = blocks[int(transfer["first"]) :][: int(transfer["count"])]
+        keys = [int(entries[entry]["hash"]) for entry in span["entry"]]
+        deadline = float(transfer["deadline_ms"]) if transfer["on_link"] else None
+        return int(transfer["id"]), kind, id_of(transfer), keys, deadline
+
+    lru, row = [], int(host["lru_head"])
+    while row >= 0:
+        lru.append(int(entries[row]["hash"]))
+        row = int(entries[row]["next"])
+    used = entries[entries["pins"] >= 0]
+    prepared, stores, loads = listed("prepared_head"), listed("store_head"), listed("load_head")
+    live = [slot for slot in range(len(requests)) if requests[slot]["status"] in STATUS]
+    connector = list(rank.connector)
+    return {
+        "host": {
+            "resident": sorted(int(entry["hash"]) for entry in used if entry["transfer"] < 0),
+            "pending": sorted(
+                (int(entry["hash"]), int(transfers[int(entry["transfer"])]["id"])) for entry in used if entry["transfer"] >= 0
+            ),
+            "pins": sorted((int(entry["hash"]), int(entry["pins"])) for entry in used if entry["pins"] > 0),
+            "lru": lru,
+            "transfers": sorted(
+                [*(shown(row, "store") for row in (*prepared, *stores)), *(shown(row, "load") for row in loads)]
+            ),
+            "prepared": [int(transfers[row]["id"]) for row in prepared],
+            "tails": (float(host["store_tail_ms"]), float(host["load_tail_ms"])),
+        },
+        "connector": [
+            (id_of(requests[slot]), bool(offloads[slot]["progress"] == host["progress"])) for slot in connector
+        ],
+        "stores": {id_of(requests[slot]): int(offloads[slot]["next_store"]) for slot in live},
+        "loads": {
+            id_of(requests[slot]): (int(offloads[slot]["device_blocks"]), bool(offloads[slot]["load"] < 0))
+            for slot in connector
+            if offloads[slot]["device_blocks"] >= 0
+        },
+        "readers": sorted(int(transfers[row]["id"]) for row in sources if row >= 0),
     }
 
 

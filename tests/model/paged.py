@@ -153,6 +153,8 @@ class PassState:
     rejected: list[int] = field(default_factory=list)
     #: time that the pass takes as far as it is known
     duration_ms: float = 0.0
+    #: requests that went to sleep until a transfer makes progress
+    deferrals: int = 0
 
 
 class PagedModel(HandoffRank):
@@ -495,7 +497,7 @@ class PagedModel(HandoffRank):
         metrics = self.metrics()
         self.last_pass_effect_free = (
             end_ms <= now_ms
-            and not (outputs or events or work.admissions or work.pressure)
+            and not (outputs or events or work.admissions or work.pressure or work.deferrals)
             and not any(item.total_tokens for item in work.scheduled.values())
             and metrics == before
         )
@@ -545,7 +547,7 @@ class PagedModel(HandoffRank):
             if self.host is not None and not self._is_materialised(request):
                 found = self._look_up(request)
                 if found == "deferred":
-                    self._defer(request)
+                    self._defer(request, work)
                     continue
                 if found != "miss":
                     verdict = self._begin_load(request, found, cost, work)
@@ -967,12 +969,13 @@ class PagedModel(HandoffRank):
             return "miss"
         return "deferred" if deferred else found
 
-    def _defer(self, request: Live) -> None:
+    def _defer(self, request: Live, work: PassState) -> None:
         """To the end of the connector queue, or where it is if it is there already."""
         if request in self.waiting:
             self.waiting.remove(request)
             self.connector.append(request)
         request.asleep = True
+        work.deferrals += 1
 
     def _headroom(self) -> int:
         """Blocks that running prompts and loading requests will still take."""
@@ -996,7 +999,7 @@ class PagedModel(HandoffRank):
         transfer = self.host.schedule_load(request.request_id, keys, work.now_ms, not_before)
         assert transfer is not None
         request.load = Load(transfer.id, reservation, base, base + len(keys))
-        self._defer(request)
+        self._defer(request, work)
         return "queued"
 
     def _attribution(self, request: Live, reused: int) -> tuple[int, int] | None:
@@ -1026,10 +1029,13 @@ class PagedModel(HandoffRank):
             return
         assert self.host is not None
         assert self.command is not None
-        now = self.host.clock if self.command.pass_in_flight else self.command.now_ms
+        deadline = self.host.next_deadline()
+        overdue = deadline is not None and deadline < self.command.now_ms
+        now = self.host.clock if self.command.pass_in_flight or overdue else self.command.now_ms
         self.host.cancel_load(request.load.transfer_id, now, self.command.now_ms)
         self.pool.cancel(request.load.reservation)
         request.load = None
+        self._wake()
 
     def _cross_boundary(self, now_ms: float, *, submit: bool) -> None:
         """Section 6: settle transfers and let the rank see it."""
@@ -1047,9 +1053,13 @@ class PagedModel(HandoffRank):
             if transfer.kind == LOAD:
                 self._activate_load(transfer)
         if settled:
-            for request in self.connector:
-                request.asleep = False
-            self.last_pass_effect_free = False
+            self._wake()
+
+    def _wake(self) -> None:
+        """A transfer came to an end, one way or the other: who waits for one looks again."""
+        for request in self.connector:
+            request.asleep = False
+        self.last_pass_effect_free = False
 
     def _announce_store(self, transfer: Transfer) -> None:
         blocks = self.store_blocks.pop(transfer.id)
@@ -1163,10 +1173,11 @@ class PagedModel(HandoffRank):
                     "length": request.length,
                     "generated": request.generated,
                     "computed": request.computed,
-                    "allocated": request.allocated,
+                    "allocated": max(request.allocated, len(self._reserved_for_load(request)) * self.block_size),
                     "preemptions": request.preemptions,
                     "status": request.status,
-                    "blocks": [entry.block.hash for entry in request.entries if entry.block is not None],
+                    "blocks": [entry.block.hash for entry in request.entries if entry.block is not None]
+                    + self._reserved_for_load(request),
                 }
                 for request_id, request in sorted(self.requests.items())
             },
@@ -1189,6 +1200,14 @@ class PagedModel(HandoffRank):
             **({} if self.host is None else self._host_state()),
         }
 
+    @staticmethod
+    def _reserved_for_load(request: Live) -> list[int | None]:
+        """Hashes of what a request owns while it loads, None for a block that is on its way."""
+        if request.load is None or request.load.done:
+            return []
+        reservation = request.load.reservation
+        return [*(block.hash for block in reservation.prefix), *[None] * reservation.fresh]
+
     def _host_state(self) -> dict[str, Any]:
         assert self.host is not None
         return {
@@ -1196,10 +1215,11 @@ class PagedModel(HandoffRank):
             "connector": [(request.request_id, request.asleep) for request in self.connector],
             "stores": {r.request_id: r.next_store_block for r in self.requests.values()},
             "loads": {
-                request.request_id: (request.load.base, request.load.blocks, request.load.done)
+                request.request_id: (request.load.base, request.load.done)
                 for request in self.requests.values()
                 if request.load is not None
             },
+            "readers": sorted(self.readers.values()),
         }
 
     def check(self) -> None:
@@ -1228,7 +1248,6 @@ class PagedModel(HandoffRank):
                 assert request.computed == 0
                 load = request.load
                 assert request.allocated == (load.blocks * self.block_size if load is not None and load.done else 0)
-                assert load is None or load.done or request.asleep
             else:
                 assert request in self.waiting
                 assert request.computed == request.allocated
