@@ -384,3 +384,26 @@ def test_every_request_of_any_run_ends_in_a_named_state(
     items: list[dict[str, Any]], config: EngineConfig, workers: int, dp_size: int, concurrency: int | None
 ) -> None:
     replayed(items, config, workers=workers, dp_size=dp_size, concurrency=concurrency)
+
+
+def test_two_requests_that_preempt_each_other_for_ever_end() -> None:
+    config = kvsim.EngineConfig(
+        num_gpu_blocks=6,
+        block_size=4,
+        max_num_seqs=2,
+        max_num_batched_tokens=8,
+        aic_nextn=2,
+        aic_nextn_accept_rates="0.25,1,0.75",
+        preemption_mode="fifo",
+        aic_mtp_seed=2**64 - 1,
+        timing_model=kvsim.FixedTiming(prefill_ms=10.0, decode_ms=3.0),
+    )
+    prompts = {4: ([0, 1], list(range(2, 22))), 18: ([99, 98, 97], [0] * 8), 5: ([100], [101, 102])}
+    prompts |= {2: (list(range(12)), [12]), 1: (list(range(8)), [0] * 4)}
+    requests = [
+        {"id": f"r{k}", "arrival_time_ms": 0.0, "input_token_ids": tokens, "output_token_ids": outputs}
+        for k, (tokens, outputs) in prompts.items()
+    ]
+    ended = kvsim.replay(requests, config).requests
+    failed = ended[ended["status"] != RequestStatus.COMPLETED]
+    assert [(row["status"], row["reason"]) for row in failed] == [(RequestStatus.FAILED, FailReason.STALLED)]

@@ -31,7 +31,7 @@ import numpy as np
 
 from kvsim import layout
 from kvsim._core.engine cimport (
-    engine_active, engine_boundary, engine_deadline, engine_drained, engine_emit, engine_events_shown, engine_fail_stuck,
+    engine_active, engine_boundary, engine_deadline, engine_drained, engine_emit, engine_events_shown, engine_fail, engine_fail_stuck,
     engine_internal_work, engine_register_source, engine_runnable,
     engine_reserve, engine_reserve_error, engine_retries, engine_retry, engine_schedule, engine_stuck, engine_submit,
     engine_unblock, engine_visible_events, engine_waiting,
@@ -39,8 +39,8 @@ from kvsim._core.engine cimport (
 from kvsim._core.signals cimport progressed
 from kvsim._core.state cimport RankState
 from kvsim._core.types cimport (
-    COMPLETED, FAILED, FREE, HELD, HELD_SOURCE, NOT_ADMITTED, NO_REASON, PASS_OK, POOL_DECODE, POOL_PREFILL, RADIX,
-    REJECTED, RUN_COMPLETED, RUN_FAILED, RUN_REJECTED, admission_t, content_t, event_block_t, event_t, handoff_record_t, header_t, likely, rank_t,
+    COMPLETED, FAILED, FREE, HELD, HELD_SOURCE, NOT_ADMITTED, NO_REASON, NO_SLOT, PASS_OK, POOL_DECODE, POOL_PREFILL, RADIX,
+    REJECTED, RUN_COMPLETED, RUN_FAILED, RUN_REJECTED, STALLED, admission_t, content_t, event_block_t, event_t, handoff_record_t, header_t, likely, rank_t,
     request_record_t, request_spec_t, run_t, signal_t, unlikely,
 )
 
@@ -107,6 +107,7 @@ cdef struct worker_t:
     int64_t num_ends              # of the pass in flight
     int64_t prefill_tokens        # of the pass in flight
     int64_t num_ranks_run         # of the pass in flight
+    int64_t barren                # passes that preempted somebody since its last token
     int32_t busy
     int32_t deferred              # did nothing at this instant
     int32_t queued                # in the list of workers to start
@@ -137,6 +138,8 @@ cdef struct gauge_t:  # a rank as it stood after its last completion or command
 
 cdef enum:
     CHUNK = 256
+    # Preempting passes without a token in between, after which requests are held to preempt each other for ever.
+    MOST_BARREN = 1000
 
 # Passes kept per worker before they are folded, and the growth of that window.
 DEF WINDOW = 16384
@@ -1167,6 +1170,8 @@ cdef class Fleet:
         cdef int reason
         cdef int64_t first = worker.first_rank
         cdef int64_t last = first + worker.num_ranks
+        if unlikely(worker.barren > MOST_BARREN) and self.break_livelock(w, now_ms):
+            return 2
         for i in range(first, last):
             work |= engine_runnable(self.ranks[i])
         for i in range(first, last):
@@ -1194,6 +1199,10 @@ cdef class Fleet:
             if r.p.num_ready < 0:
                 continue
             engine_emit(r)
+            if r.p.visible > 0:
+                worker.barren = 0
+            elif unlikely(r.num_pressures > 0):
+                worker.barren += 1
             if progressed(r):
                 progress = True
                 worker.num_ranks_run += 1
@@ -1254,6 +1263,29 @@ cdef class Fleet:
                 r.radix.countdown -= 1
             if not worked and r.p.num_ready >= 0 and r.p.deferred:
                 r.radix.new_token_ratio = r.config.init_ratio
+
+    cdef bint break_livelock(self, int64_t w, double now_ms) noexcept nogil:
+        """Requests that preempt each other for ever: the one that waits first ends; false if nobody waits."""
+        cdef worker_t* worker = &self.workers[w]
+        cdef rank_t* r
+        cdef int32_t slot
+        cdef int64_t i
+        worker.barren = 0
+        for i in range(worker.first_rank, worker.first_rank + worker.num_ranks):
+            r = self.ranks[i]
+            slot = r.header.waiting_head
+            if slot == NO_SLOT or r.requests[slot].preemptions == 0:
+                continue
+            worker.busy_until = now_ms
+            worker.num_ranks_run = 0
+            worker.prefill_tokens = 0
+            engine_fail(r, slot, STALLED)
+            self.follow(w, i, now_ms, now_ms)
+            if self.capture_outputs:
+                with gil:
+                    self.log_pass(i, now_ms, now_ms, False)
+            return True
+        return False
 
     cdef void fail_head(self, int64_t w, int64_t rank, double now_ms) noexcept nogil:
         cdef worker_t* worker = &self.workers[w]

@@ -255,6 +255,13 @@ cdef inline int engine_stuck(const rank_t* r, int32_t* slot, int64_t* needed) no
     return paged_stuck(r, slot, needed)
 
 
+cdef inline void engine_fail(rank_t* r, int32_t slot, int reason) noexcept nogil:
+    """End a live request that ran. Its signal is the only one."""
+    pass_open(r, 0.0)
+    signal(r, slot, COMPLETED | FAILED, reason, 0)
+    engine_cancel(r, slot)
+
+
 cdef inline int engine_fail_stuck(rank_t* r) noexcept nogil:
     """End a stuck request: rejected if it never ran, else failed. Its signal is the only one."""
     cdef int32_t slot
