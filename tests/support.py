@@ -141,7 +141,9 @@ def host_state(rank: SchedulerRank) -> dict[str, Any]:
         "host": {
             "resident": sorted(int(entry["hash"]) for entry in used if entry["transfer"] < 0),
             "pending": sorted(
-                (int(entry["hash"]), int(transfers[int(entry["transfer"])]["id"])) for entry in used if entry["transfer"] >= 0
+                (int(entry["hash"]), int(transfers[int(entry["transfer"])]["id"]))
+                for entry in used
+                if entry["transfer"] >= 0
             ),
             "pins": sorted((int(entry["hash"]), int(entry["pins"])) for entry in used if entry["pins"] > 0),
             "lru": lru,

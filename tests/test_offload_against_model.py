@@ -227,7 +227,9 @@ class History:
             # Rather those that wait for transfers, if there are any.
             waiting = [other.request_id for other in twin.connector]
             live = [*twin.requests]
-            pair.at(when, CancelRequest(rng.choice(waiting if waiting and rng.random() < 0.6 else live), rng.random() < 0.3))
+            pair.at(
+                when, CancelRequest(rng.choice(waiting if waiting and rng.random() < 0.6 else live), rng.random() < 0.3)
+            )
         elif choice < 0.46 and twin.requests:
             # An id that is live is refused and nothing changes.
             pair.at(when, Submit(Request(rng.choice([*twin.requests]), tokens, out)))
