@@ -33,7 +33,9 @@ def run(name: str) -> Result:
 
 def test_every_kind_of_case_is_here() -> None:
     assert len(FINISHED) >= 28
-    assert {"vllm_mtp_sampled", "trtllm_tight", "vllm_workers3", "vllm_max_sim_time"} <= set(FINISHED)
+    assert {"vllm_mtp_sampled", "trtllm_tight", "vllm_workers3", "vllm_max_sim_time", "vllm_host_offload"} <= set(
+        FINISHED
+    )
     assert "vllm_outgrows_pool_aborts" in ABORTED
     assert len(WITH_SERIES) >= 27
 
@@ -62,6 +64,14 @@ def test_the_output_series_is_the_recorded_one(name: str) -> None:
 def test_the_kv_events_are_the_recorded_ones_in_order(name: str) -> None:
     want = recording.kv_events_of(case_artifacts(CASES[name]))
     got = [(when, recording.plain_event(event)) for when, event in run(name).kv_events[0]]
+    assert recording.first_difference(want, got) is None
+
+
+@pytest.mark.parametrize("name", WITH_SERIES)
+def test_the_observations_of_host_memory_are_the_recorded_ones(name: str) -> None:
+    want = recording.host_records_of(case_artifacts(CASES[name]))
+    assert bool(want) == ("host_offload" in CASES[name]["tags"])
+    got = [recording.plain_record(record) for record in run(name).host_records[0]]
     assert recording.first_difference(want, got) is None
 
 

@@ -1118,11 +1118,12 @@ class PagedModel(HandoffRank):
 
     def stuck_head(self) -> tuple[int, str] | None:
         """The head of the queue and why it can never progress; None while there is hope."""
-        if self.running or not self.waiting or not self.last_pass_effect_free:
+        if self.running or not (self.connector or self.waiting) or not self.last_pass_effect_free:
             return None
-        if self.connector or self.next_internal_deadline_ms() is not None:
+        if self.host is not None and self.host.transfers:
+            # A transfer ends, and whoever waits for it looks again.
             return None
-        head = self.waiting[0]
+        head = [*self.connector, *self.waiting][0]
         if head.outgrown:
             return head.request_id, "outgrew the pool"
         if max(self._blocks(head.length), head.wants_blocks) > self.config.num_gpu_blocks:
@@ -1135,6 +1136,9 @@ class PagedModel(HandoffRank):
         uncached = head.num_input - min(head.num_input, self._prefix_cost(head).cached_tokens)
         if not self.config.enable_chunked_prefill and limit is not None and uncached > limit:
             return head.request_id, "budget too small"
+        if self.connector:
+            # Blocks that were loaded for a request behind it are what it lacks.
+            return head.request_id, "not admitted"
         return None
 
     def unblock(self) -> bool:
@@ -1154,7 +1158,7 @@ class PagedModel(HandoffRank):
 
     def fail_head(self, now_ms: float) -> Output:
         """Remove the stuck head; the signal that ends it."""
-        head = self.waiting[0]
+        head = [*self.connector, *self.waiting][0]
         cached = None if head.signalled else head.cached_prefix
         self.handoffs.generation += self._drop(head)
         self.last_pass_effect_free = False

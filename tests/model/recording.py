@@ -36,7 +36,6 @@ def explicit_cases(*backends: str) -> list[Path]:
             and "tokenization" not in payload
             and spec["topology"]["kind"] == "aggregated"
             and spec["engine"].get("dp_size", 1) == 1
-            and "native_host_offload" not in spec["engine"]["rank"]
             and spec["engine"]["rank"].get("backend", "vllm") in backends
         ):
             found.append(path)
@@ -153,10 +152,11 @@ def kv_events_of(artifacts: dict[str, Any]) -> list[tuple[float, tuple[Any, ...]
         what: tuple[Any, ...]
         if "stored" in data:
             blocks = tuple((block["block_hash"], block["tokens_hash"]) for block in data["stored"]["blocks"])
-            what = ("stored", data["stored"]["parent_hash"], blocks)
+            what = ("stored", data["stored"]["parent_hash"], blocks, data["stored"].get("start_position"))
         else:
-            what = ("removed", None, tuple(data["removed"]["block_hashes"]))
-        events.append((row["observed_at_ms"], (row["event"]["event_id"], *what)))
+            what = ("removed", None, tuple(data["removed"]["block_hashes"]), None)
+        tier = row["event"].get("tier", "device")
+        events.append((row["observed_at_ms"], (row["event"]["event_id"], tier, *what)))
     return events
 
 
@@ -164,8 +164,47 @@ def plain_event(event: KvEvent) -> tuple[Any, ...]:
     """The same form of an event of ours."""
     if isinstance(event.data, Stored):
         blocks = tuple((block.block_hash, block.tokens_hash) for block in event.data.blocks)
-        return (event.event_id, "stored", event.data.parent_hash, blocks)
-    return (event.event_id, "removed", None, tuple(event.data.block_hashes))
+        return (
+            event.event_id,
+            event.storage_tier,
+            "stored",
+            event.data.parent_hash,
+            blocks,
+            event.data.start_position,
+        )
+    return (event.event_id, event.storage_tier, "removed", None, tuple(event.data.block_hashes), None)
+
+
+def host_records_of(artifacts: dict[str, Any]) -> list[tuple[float, tuple[Any, ...]]]:
+    """(when, what) of the recorded observations of host memory."""
+    found = []
+    for row in artifacts["host_offload_events"]:
+        event = row["event"]
+        keys = event.get("block_hashes") or [mapping["block_hash"] for mapping in event.get("mappings", ())]
+        what = (
+            uuid_to_int(row["request_id"]),
+            event["event"],
+            event.get("transfer_id"),
+            [event["block_hash"]] if event["event"] == "evicted" else keys,
+            event.get("completes_at_ms"),
+            [mapping["logical_block_index"] for mapping in event.get("mappings", ())],
+            event.get("structurally_unfittable"),
+        )
+        found.append((row["observed_at_ms"], what))
+    return found
+
+
+def plain_record(record: Any) -> tuple[float, tuple[Any, ...]]:
+    """The same form of an observation of the twin."""
+    return record.at_ms, (
+        record.request_id,
+        record.kind,
+        record.transfer_id,
+        record.keys,
+        record.completes_at_ms,
+        record.indices,
+        record.structurally_unfittable,
+    )
 
 
 def first_difference(want: list[tuple[float, Any]], got: list[tuple[float, Any]]) -> str | None:

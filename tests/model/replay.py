@@ -18,6 +18,7 @@ from kvsim.contract import (
     SameTimestampRetry,
     Submit,
 )
+from model.host import Record as HostRecord
 from model.paged import PagedModel, prompt_tokens
 from model.sglang import SglangModel
 
@@ -71,6 +72,8 @@ class Result:
     outputs: list[tuple[float, int, Output]]
     #: per worker: (when, event)
     kv_events: list[list[tuple[float, KvEvent]]]
+    #: per worker: what happened to its host memory
+    host_records: list[list[HostRecord]] = field(default_factory=list)
 
 
 @dataclass
@@ -109,20 +112,39 @@ class Replay:
         while True:
             self._settle()
             times = [worker.end_ms for worker in self.workers]
+            times += [deadline for deadline in map(self._deadline, self.workers) if deadline is not None]
             if self.queue and self.max_in_flight is None:
                 times.append(self.queue[0].arrival_ms or 0.0)
             self.now = min(times)
             if self.now > self.max_sim_time_ms or self.now == math.inf:
+                tiers = [getattr(worker.model, "host", None) for worker in self.workers]
+                self.result.host_records = [[] if tier is None else tier.records for tier in tiers]
                 return self.result
 
     def _settle(self) -> None:
         """Everything that happens at `now`, until nothing changes."""
         changed = True
         while changed:
-            changed = self._complete_due()
+            changed = self._work_internally()
+            changed |= self._complete_due()
             changed |= self._release_arrivals()
             while self._drive():
                 changed = True
+
+    @staticmethod
+    def _deadline(worker: Worker) -> float | None:
+        """When a transfer of an idle worker ends; a busy one sees it at the end of its pass."""
+        return None if worker.pending is not None else worker.model.next_internal_deadline_ms()
+
+    def _work_internally(self) -> bool:
+        did = False
+        for index, worker in enumerate(self.workers):
+            deadline = self._deadline(worker)
+            if deadline is not None and deadline <= self.now:
+                did = True
+                effects = worker.model.process_internal_work(self.now)
+                self.result.kv_events[index] += [(self.now, event) for event in effects.kv_events]
+        return did
 
     def _complete_due(self) -> bool:
         due = [index for index, worker in enumerate(self.workers) if worker.end_ms == self.now]
