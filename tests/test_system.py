@@ -149,6 +149,23 @@ def test_what_a_cancellation_hands_out_goes_on(options: dict[str, Any], stalled:
     assert result.summary["completed_requests"] == 4 - len(stalled)
 
 
+def test_what_the_removal_of_a_worker_hands_out_starts_at_once() -> None:
+    class AfterRemoval(Last):
+        def place(self, request: kvsim.PlacedRequest, now_ms: float) -> kvsim.Route | None:
+            if not request.row:
+                return super().place(request, now_ms)
+            self.kept = request
+            return None
+
+        def worker_removed(self, worker: int, now_ms: float) -> list[tuple[kvsim.PlacedRequest, kvsim.Route]]:
+            return [(self.kept, kvsim.Route(0, 0))]
+
+    made = items(2, gap=0.0, outputs=1)
+    result = kvsim.replay(made, CONFIG, workers=2, placement=AfterRemoval, scaling=Script(1))
+    assert result.requests["first_token_ms"].tolist() == [20.0, 40.0]
+    assert result.lifecycle[-1]["topology_released_rows"] == [1]
+
+
 def test_the_decode_pool_may_have_a_placement_of_its_own_too() -> None:
     result = kvsim.replay(items(6), **pools(prefill=2, decode=3), decode_placement=Last)
     assert set(result.requests["worker"]) == {2}

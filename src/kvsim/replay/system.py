@@ -412,7 +412,7 @@ class System:
             changed = self._start_passes(now)
             if self.scaling is not None:
                 for pool in self.pools:
-                    self._remove_drained(pool, now)
+                    changed |= self._remove_drained(pool, now)
             if ticks:
                 if self.telemetry is not None and self.telemetry.next_sample_ms <= now:
                     self._count_decoded()
@@ -774,18 +774,20 @@ class System:
                 self._place(pool, request, work, now)
         return rows
 
-    def _remove_drained(self, pool: RunPool, now: float) -> None:
+    def _remove_drained(self, pool: RunPool, now: float) -> bool:
+        """Remove workers that have nothing left to do; whether the placement released requests thereupon."""
         if not pool.workers.draining_ids:
-            return
+            return False
         removed, operations = pool.workers.settle(now, drained=pool.is_drained)
         if not removed:
-            return
+            return False
         rows: list[int] = []
         for worker in removed:
             pool.remove(worker)
             rows += self._released_by(pool, pool.placement.worker_removed(worker, now), now)
         rows += self._topology_settled(pool, now)
         operations[-1]["topology_released_rows"] = rows
+        return bool(rows)
 
     def _tick(self, now: float) -> bool:
         """Ask the scaling policy; whether it changed anything."""
