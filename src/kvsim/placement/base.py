@@ -221,7 +221,10 @@ class Placement:
         return ()
 
     def worker_draining(self, worker: int, now_ms: float) -> Released:
-        """A worker must not get requests any more; it finishes those it has."""
+        """A worker must not get requests any more; it finishes those it has.
+
+        Others may drain at this instant too, which is told next: what may go elsewhere leaves by `topology_settled`.
+        """
         return ()
 
     def worker_removed(self, worker: int, now_ms: float) -> Released:

@@ -71,6 +71,7 @@ class RunPool:
 
     __slots__ = (
         "active",
+        "coming",
         "config",
         "dp_size",
         "first_rank",
@@ -119,6 +120,8 @@ class RunPool:
         self.gone = [0, 0, 0]
         #: Ids of the workers that take requests.
         self.active = frozenset(workers.active_ids)
+        #: Requests on their way to a worker through its tokenization pool, by fleet number.
+        self.coming: dict[int, int] = {}
         #: Requests for which there was no worker, in order.
         self.parked: deque[tuple[PlacedRequest, Any]] = deque()
         #: What a live request is to the placement, by row.
@@ -148,10 +151,17 @@ class RunPool:
                 self.gone[k] += int(gauges[column])
             del self.ranks[rank]
         self.fleet.remove_worker(index)
+        self.coming.pop(index, None)
 
     def is_drained(self, worker: int) -> bool:
         """Whether a worker has nothing left to do."""
-        return worker not in self.index or self.fleet.is_drained(self.index[worker])
+        index = self.index.get(worker)
+        return index is None or (not self.coming.get(index) and self.fleet.is_drained(index))
+
+    def comes(self, rank: int, count: int) -> None:
+        """One more request is on its way to a rank of the fleet, or with -1 one less."""
+        index = self.fleet.worker_of(rank)
+        self.coming[index] = self.coming.get(index, 0) + count
 
     def state(self, rank: int) -> Any:
         """Kernel state of a rank of the fleet."""
@@ -402,7 +412,7 @@ class System:
             changed = self._start_passes(now)
             if self.scaling is not None:
                 for pool in self.pools:
-                    self._remove_drained(pool, now)
+                    changed |= self._remove_drained(pool, now)
             if ticks:
                 if self.telemetry is not None and self.telemetry.next_sample_ms <= now:
                     self._count_decoded()
@@ -519,6 +529,7 @@ class System:
             leave = pool.tokenization.leave_ms(route.worker, now, request.input_tokens)
             self._released += 1
             heapq.heappush(self._waiting_room, (leave, self._released, row, pool, rank, work))
+            pool.comes(rank, 1)
             return
         self._enter(pool, row, rank, work)
 
@@ -526,6 +537,7 @@ class System:
         room = self._waiting_room
         while room and room[0][0] <= now:
             leave, _, row, pool, rank, work = heapq.heappop(room)
+            pool.comes(rank, -1)
             self.records["tokenized_ms"][row] = leave
             self._enter(pool, row, rank, work)
 
@@ -706,6 +718,9 @@ class System:
         pool.parked = deque(entry for entry in pool.parked if entry[0].row != row)
         room = [entry for entry in self._waiting_room if not (entry[2] == row and entry[3] is pool)]
         if len(room) != len(self._waiting_room):
+            for entry in self._waiting_room:
+                if entry[2] == row and entry[3] is pool:
+                    pool.comes(entry[4], -1)
             heapq.heapify(room)
             self._waiting_room = room
         if row in pool.placed:
@@ -759,18 +774,20 @@ class System:
                 self._place(pool, request, work, now)
         return rows
 
-    def _remove_drained(self, pool: RunPool, now: float) -> None:
+    def _remove_drained(self, pool: RunPool, now: float) -> bool:
+        """Remove workers that have nothing left to do; whether the placement released requests thereupon."""
         if not pool.workers.draining_ids:
-            return
+            return False
         removed, operations = pool.workers.settle(now, drained=pool.is_drained)
         if not removed:
-            return
+            return False
         rows: list[int] = []
         for worker in removed:
             pool.remove(worker)
             rows += self._released_by(pool, pool.placement.worker_removed(worker, now), now)
         rows += self._topology_settled(pool, now)
         operations[-1]["topology_released_rows"] = rows
+        return bool(rows)
 
     def _tick(self, now: float) -> bool:
         """Ask the scaling policy; whether it changed anything."""
@@ -832,11 +849,15 @@ class System:
         if given_up:
             return True
         for pool in self.pools:
-            for row in sorted(pool.queued_ms):
+            kept = sorted(pool.queued_ms)
+            for left, row in zip(range(len(kept) - 1, -1, -1), kept, strict=True):
                 work = pool.placed[row][1]
                 self._withdraw(pool, row)
                 self._give_up(row, work, FailReason.STALLED, f"the placement of the {pool.kind.name.lower()} pool", now)
                 given_up = True
+                if len(pool.queued_ms) != left:
+                    # Its cancellation let others go: they may free the rest.
+                    return True
         if given_up:
             return True
         for row in sorted(self._live):
