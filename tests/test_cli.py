@@ -143,6 +143,7 @@ def test_two_pools_share_the_configuration_but_for_what_is_set_for_one(fake, tra
         ("--prefill-workers 2", "--decode-workers: prefill and decode workers come together"),
         ("--decode-dp-size 2", "--decode-workers: is needed for options of the decode pool"),
         ("--prefill-workers 1 --decode-workers 1 --workers 2", "--workers: use --prefill-workers and --decode-workers"),
+        ("--handoff-latency-ms 3", "--handoff-latency-ms: needs --prefill-workers and --decode-workers"),
         ("--scaling nothing", "--scaling: expected MODULE:NAME, got 'nothing'"),
         ("--scaling kvsim:Nothing", "--scaling: kvsim:Nothing cannot be imported"),
         ("--placement nearest", "placement: must be one of round_robin, kv_router"),

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import dynamo_cases as cases
+from kvsim.contract import ForwardPassMetrics
 from kvsim.errors import ConfigError, PolicyError
-from kvsim.layout import PASS_RECORD, Pool, RequestStatus
+from kvsim.layout import Pool, RequestStatus
 from kvsim.replay.pool import WorkerPool
 from kvsim.replay.scaling import FpmBuffer, Scaling, ScalingPolicy, Targets, forward_row
 from kvsim.replay.traffic import Traffic, TrafficWindow
@@ -148,15 +149,11 @@ def test_the_newest_pass_wins_and_other_workers_are_dropped():
 
 
 def test_a_pass_as_a_row():
-    made = np.zeros((), PASS_RECORD)
-    made["start_ms"], made["end_ms"] = 10.0, 50.0
-    made["worker"], made["dp_rank"] = 3, 1
-    made["num_decode_requests"], made["var_decode_kv_tokens"] = 5, 2.5
-    row = forward_row(made)
+    metrics = ForwardPassMetrics(0, 0, 0.0, 0, 5, 0, 2.5, 0, 0, 0.0, 0, 0, 0.0, 40.0)
+    row = forward_row(3, 1, metrics.duration_ms, metrics[:-1])
     assert set(row) == set(cases.load("scale_rr_down")["expected"]["scaling"][0]["snapshot"]["decode_fpm_snapshots"][0])
     assert (row["worker_id"], row["dp_rank"], row["wall_time"]) == (3, 1, 0.04)
     assert (row["num_decode_requests"], row["var_decode_kv_tokens"]) == (5, 2.5)
-    assert isinstance(row["num_decode_requests"], int)
 
 
 # ---------------------------------------------------------------- ticks

@@ -726,6 +726,12 @@ cdef class Fleet:
         self.feed_at = 0
         self.feed_cap = concurrency
 
+    cdef RankState state_of(self, int64_t rank):
+        """State of a rank that takes part."""
+        if not 0 <= rank < self.num_ranks or self._states[rank] is None:
+            raise ValueError(f"rank {rank} is unknown or its worker was removed")
+        return self._states[rank]
+
     cdef void enter(self, int64_t rank, int32_t slot, int64_t row, double arrival_ms) noexcept nogil:
         """Start to follow the request that was submitted in `slot`."""
         cdef track_t* t
@@ -788,7 +794,7 @@ cdef class Fleet:
 
     def submit(self, int64_t rank, int64_t row, double arrival_ms, num_input=None, content=None):
         """Submit row `row` to a rank now; its prompt is the flat one unless `content` is given as to `RankState.submit`."""
-        cdef RankState state = self._states[rank]
+        cdef RankState state = self.state_of(rank)
         cdef const request_spec_t* spec = &self.specs[row]
         if content is None:
             self.ingest(rank, row, arrival_ms)
@@ -801,7 +807,7 @@ cdef class Fleet:
 
     def submit_prefill(self, int64_t rank, int64_t row, double arrival_ms, num_input=None, content=None):
         """Submit the prefill half of a row, its KV to be held; returns its row in the rank. The handoff id is the row."""
-        cdef RankState state = self._states[rank]
+        cdef RankState state = self.state_of(rank)
         cdef const request_spec_t* spec = &self.specs[row]
         cdef int64_t count = min(1, spec.max_output_tokens)
         cdef content_t flat
@@ -823,7 +829,7 @@ cdef class Fleet:
 
         A prompt that can never fit is refused: -1, and its record says why.
         """
-        cdef RankState state = self._states[rank]
+        cdef RankState state = self.state_of(rank)
         cdef const request_spec_t* spec = &self.specs[row]
         cdef content_t flat
         cdef int32_t slot
@@ -845,17 +851,8 @@ cdef class Fleet:
             raise state.take_error()
         return slot
 
-    def retry(self, int64_t rank):
-        """Try the first pending reservation of a rank whose worker is idle, as after a command.
-
-        Returns
-        -------
-        (int, int)
-            Row that got its blocks, -1: none; tokens to transfer.
-        """
-        cdef int32_t slot = engine_retry(self.ranks[rank])
-        if slot < 0:
-            return -1, 0
+    def show_reservation(self, int64_t rank, int32_t slot):
+        """A command to an idle rank was followed by a reservation: (row of the workload, tokens to transfer)."""
         if self.watch_gauges:
             self.read_gauge(rank, False)
         return self.reserved(rank, slot), self.ranks[rank].handoffs[slot].transferable
@@ -1276,24 +1273,21 @@ cdef class Fleet:
             slot = r.header.waiting_head
             if slot == NO_SLOT or r.requests[slot].preemptions == 0:
                 continue
-            worker.busy_until = now_ms
-            worker.num_ranks_run = 0
-            worker.prefill_tokens = 0
             engine_fail(r, slot, STALLED)
-            self.follow(w, i, now_ms, now_ms)
-            if self.capture_outputs:
-                with gil:
-                    self.log_pass(i, now_ms, now_ms, False)
+            self.show_end(w, i, now_ms)
             return True
         return False
 
     cdef void fail_head(self, int64_t w, int64_t rank, double now_ms) noexcept nogil:
+        engine_fail_stuck(self.ranks[rank])
+        self.show_end(w, rank, now_ms)
+
+    cdef void show_end(self, int64_t w, int64_t rank, double now_ms) noexcept nogil:
+        """A request of an idle rank was ended by the driver: a pass at this instant that did nothing else."""
         cdef worker_t* worker = &self.workers[w]
-        cdef rank_t* r = self.ranks[rank]
         worker.busy_until = now_ms
         worker.num_ranks_run = 0
         worker.prefill_tokens = 0
-        engine_fail_stuck(r)
         self.follow(w, rank, now_ms, now_ms)
         if self.capture_outputs:
             with gil:

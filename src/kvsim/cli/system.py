@@ -101,6 +101,8 @@ def _pools(arguments: argparse.Namespace, config: EngineConfig) -> dict[str, Any
         for role in counts:
             if getattr(arguments, f"set_{role}") or getattr(arguments, f"{role}_dp_size") != 1:
                 raise ConfigError(f"--{role}-workers", f"is needed for options of the {role} pool")
+        if arguments.handoff_latency_ms:
+            raise ConfigError("--handoff-latency-ms", "needs --prefill-workers and --decode-workers")
         return {
             "config": config,
             "workers": arguments.workers,

@@ -98,6 +98,8 @@ class Run:
         self._disaggregated = len(specs) == 2
         if not self._disaggregated and (prefill_placement is not None or decode_placement is not None):
             raise ConfigError("prefill_placement", "needs the pools prefill and decode")
+        if not self._disaggregated and handoff_latency_ms:
+            raise ConfigError("handoff_latency_ms", "needs the pools prefill and decode")
         for kind, spec in specs.items():
             _check_hints(workload, kind, spec.dp_size)
         self.workload = workload
@@ -199,7 +201,13 @@ class Run:
                 raise ConfigError(name, f"prefill and decode pools come together, as PoolSpec; got {spec!r}")
         assert prefill is not None
         assert decode is not None
-        for name, value, default in (("config", config, None), ("workers", workers, 1), ("dp_size", dp_size, 1)):
+        alone = {
+            "config": (config, None),
+            "workers": (workers, 1),
+            "dp_size": (dp_size, 1),
+            "startup_ms": (startup_ms, 0),
+        }
+        for name, (value, default) in alone.items():
             if value != default:
                 raise ConfigError(name, "belongs into prefill and decode when there are two pools")
         if prefill.config.backend != decode.config.backend:

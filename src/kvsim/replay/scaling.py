@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from kvsim.contract import ForwardPassMetrics
 from kvsim.errors import ConfigError, PolicyError
 from kvsim.layout import Pool
 from kvsim.replay.pool import WorkerPool
@@ -26,22 +27,8 @@ __all__ = ["FpmBuffer", "Scaling", "ScalingLike", "ScalingPolicy", "ScalingView"
 #: A rank that is silent for so long counts as idle.
 IDLE_MS = 1000.0
 
-#: Metrics of a pass, beside its rank and its wall time.
-_FORWARD_COLUMNS = (
-    "num_prefill_requests",
-    "sum_prefill_tokens",
-    "var_prefill_length",
-    "sum_prefill_kv_tokens",
-    "num_decode_requests",
-    "sum_decode_kv_tokens",
-    "var_decode_kv_tokens",
-    "num_queued_prefill",
-    "sum_queued_prefill_tokens",
-    "var_queued_prefill_length",
-    "num_queued_decode",
-    "sum_queued_decode_kv_tokens",
-    "var_queued_decode_kv_tokens",
-)
+#: Metrics of a pass; its duration is told as wall time.
+_FORWARD_COLUMNS = ForwardPassMetrics._fields[:-1]
 _DECISION_KEYS = ("target_prefill", "target_decode", "next_tick_ms")
 
 
@@ -134,12 +121,16 @@ class ScalingView(Protocol):
         ...
 
 
-def forward_row(record: np.void) -> dict[str, Any]:
+def forward_row(worker: int, dp_rank: int, duration_ms: float, metrics: Iterable[Any]) -> dict[str, Any]:
     """Metrics of a pass as snapshots show them.
 
     Parameters
     ----------
-    record : void of layout.PASS_RECORD
+    worker, dp_rank : int
+    duration_ms : float
+        Of the whole group.
+    metrics : iterable
+        Fields of `ForwardPassMetrics` in order, without the last, `duration_ms`.
 
     Returns
     -------
@@ -147,21 +138,13 @@ def forward_row(record: np.void) -> dict[str, Any]:
         ``worker_id``, ``dp_rank``, ``wall_time`` in seconds, and what the pass
         computed and what was queued when it began.
     """
-    row: dict[str, Any] = {
-        "worker_id": int(record["worker"]),
-        "dp_rank": int(record["dp_rank"]),
-        "wall_time": max(float(record["end_ms"]) - float(record["start_ms"]), 0.0) / 1000.0,
-    }
-    for name in _FORWARD_COLUMNS:
-        row[name] = record[name].item()
+    row: dict[str, Any] = {"worker_id": worker, "dp_rank": dp_rank, "wall_time": max(duration_ms, 0.0) / 1000.0}
+    row.update(zip(_FORWARD_COLUMNS, metrics, strict=True))
     return row
 
 
 def _idle_row(worker: int, dp_rank: int) -> dict[str, Any]:
-    row: dict[str, Any] = {"worker_id": worker, "dp_rank": dp_rank, "wall_time": 0.0}
-    for name in _FORWARD_COLUMNS:
-        row[name] = 0.0 if name.startswith("var_") else 0
-    return row
+    return forward_row(worker, dp_rank, 0.0, [0.0 if name.startswith("var_") else 0 for name in _FORWARD_COLUMNS])
 
 
 class FpmBuffer:

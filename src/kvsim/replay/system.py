@@ -24,12 +24,13 @@ from kvsim._core.drive import Fleet
 from kvsim.config import EngineConfig
 from kvsim.contract import TransferTiming
 from kvsim.errors import PolicyError
+from kvsim.handoff import HandoffCommand
 from kvsim.layout import FailReason, Pool, RequestStatus
-from kvsim.placement import PlacedRequest, PlacedRequests, Placement, Route
+from kvsim.placement import PlacedRequest, PlacedRequests, Placement, Released, Route
 from kvsim.rank import SchedulerRank, request_content
 from kvsim.replay.coordinator import Action, Coordinator, Fact, Outcome
 from kvsim.replay.pool import WorkerPool
-from kvsim.replay.scaling import Scaling
+from kvsim.replay.scaling import Scaling, forward_row
 from kvsim.replay.telemetry import PoolCounters, RankGauges, Telemetry
 from kvsim.replay.traffic import TrafficWindow
 from kvsim.workload import ArrivalDriver, TokenizationPool, Workload
@@ -38,6 +39,13 @@ __all__ = ["RunPool", "System"]
 
 _UNTIL, _NOTED, _SLICED, _CAPPED, _, _STARTING = range(6)
 _ENDED, _HELD, _RESERVED, _FIRST, _WOKEN = range(5)
+
+_COMMANDS = {
+    Action.RELEASE_SOURCE: HandoffCommand.RELEASE_SOURCE,
+    Action.CANCEL_SOURCE: HandoffCommand.CANCEL_SOURCE,
+    Action.ACTIVATE_DESTINATION: HandoffCommand.ACTIVATE_DESTINATION,
+    Action.CANCEL_DESTINATION: HandoffCommand.CANCEL_DESTINATION,
+}
 
 #: Zero-duration passes that one instant may contain before the run counts as stuck there.
 _MOST_AT_ONCE = 1_000_000
@@ -163,9 +171,13 @@ class RunPool:
         index = self.fleet.worker_of(rank)
         self.coming[index] = self.coming.get(index, 0) + count
 
-    def state(self, rank: int) -> Any:
-        """Kernel state of a rank of the fleet."""
-        return self.ranks[rank]._state
+    def first_token(self, row: int, now_ms: float) -> Released:
+        """Tell the placement of a first token, if it wants to know; what it releases."""
+        return self.placement.prefill_completed(row, now_ms) if self.placement.wants_first_tokens else ()
+
+    def left(self, row: int, now_ms: float) -> Released:
+        """Tell the placement that a request left the pool, if it wants to know; what it releases."""
+        return self.placement.request_terminal(row, now_ms) if self.placement.wants_terminals else ()
 
 
 class _Handoff:
@@ -273,6 +285,7 @@ class System:
         self._live: dict[int, _Handoff] = {}
         self._routing: list[tuple[Any, ...]] | None = [] if capture_routing else None
         self._decoded = [0, 0]
+        self._fpm: dict[int, Any] = {}  # newest metrics of a pass by rank of the fleet, for the tick under way
 
     # ------------------------------------------------------------ what others read
 
@@ -305,9 +318,7 @@ class System:
         return (self._front if role is Pool.PREFILL else self._back).placement.pending_count()
 
     def newest_passes(self, role: Pool) -> Iterable[tuple[int, int, float, dict[str, Any]]]:
-        """Newest completed pass of each rank since the last call."""
-        if self._fpm is None:
-            self._fpm = self.fleet.take_fpm()
+        """Newest completed pass of each rank since the last tick."""
         pool = self._front if role is Pool.PREFILL else self._back
         for worker in sorted(pool.first_rank):
             first = pool.first_rank[worker]
@@ -315,11 +326,7 @@ class System:
                 newest = self._fpm.get(first + rank)
                 if newest is not None:
                     end_ms, duration_ms, metrics = newest
-                    row = {"worker_id": worker, "dp_rank": rank, "wall_time": max(duration_ms, 0.0) / 1000.0}
-                    row.update(zip(_FPM_FIELDS, metrics, strict=True))
-                    yield worker, rank, end_ms, row
-
-    _fpm: dict[int, Any] | None = None
+                    yield worker, rank, end_ms, forward_row(worker, rank, duration_ms, metrics)
 
     @property
     def routing(self) -> npt.NDArray[Any] | None:
@@ -561,7 +568,8 @@ class System:
             return
         handoff.decode_rank, handoff.decode_slot = rank, slot
         self._follow(handoff, handoff.coordinator.outcome(number, Outcome.ACCEPTED))
-        self._retry(rank)
+        if not self.fleet.is_busy(self.fleet.worker_of(rank)):
+            self._reserved(rank, pool.ranks[rank]._handoffs.retry())
 
     def _content(self, pool: RunPool, row: int) -> tuple[int | None, Any]:
         """Length and content of the prompt of a growing conversation; (None, None): the fleet knows them."""
@@ -585,11 +593,11 @@ class System:
         elif not self._disaggregated:
             pool = self._front
             if kind == _FIRST:
-                self._released_by(pool, pool.placement.prefill_completed(row, now), now)
+                self._released_by(pool, pool.first_token(row, now), now)
             else:
                 self._finish(row, now)
                 del pool.placed[row]
-                self._released_by(pool, pool.placement.request_terminal(row, now), now)
+                self._released_by(pool, pool.left(row, now), now)
         else:
             self._take_half(kind, row, status, pool_kind, value, now)
 
@@ -602,17 +610,17 @@ class System:
             mode, size, bandwidth = self._transfer
             timing = TransferTiming(mode, int(self._input_tokens[row]), size, bandwidth)
             self._follow(handoff, handoff.coordinator.fact(Fact.SOURCE_HELD, timing))
-            self._released_by(front, front.placement.prefill_completed(row, now), now)
+            self._released_by(front, front.first_token(row, now), now)
         elif kind == _RESERVED:
             self._follow(handoff, handoff.coordinator.fact(Fact.DESTINATION_RESERVED, value))
         elif kind == _FIRST:
-            self._released_by(back, back.placement.prefill_completed(row, now), now)
+            self._released_by(back, back.first_token(row, now), now)
         elif pool_kind == Pool.DECODE:
             handoff.decode_slot = -1
             handoff.ended = True
             self._finish(row, now)
             back.placed.pop(row, None)
-            self._released_by(back, back.placement.request_terminal(row, now), now)
+            self._released_by(back, back.left(row, now), now)
             self._retire(handoff)
         else:
             # The prefill half ended without being held.
@@ -685,32 +693,27 @@ class System:
         if worker >= 0:
             self._deferred.setdefault(worker, {}).setdefault(rank, []).append((handoff, number, action))
             return
-        state = pool.state(rank)
+        done = pool.ranks[rank]._handoffs.apply(_COMMANDS[action], slot)
         if action is Action.ACTIVATE_DESTINATION:
-            state.activate(slot)
             self._activated_ms[handoff.row] = now
         elif source:
-            if action is Action.RELEASE_SOURCE:
-                state.release_source(slot)
-                self._released_ms[handoff.row] = now
-            else:
-                state.cancel_source(slot)
             handoff.prefill_slot = -1
+            if action is Action.RELEASE_SOURCE:
+                self._released_ms[handoff.row] = now
         else:
-            state.cancel_destination(slot)
             handoff.decode_slot = -1
         self.fleet.touch(rank)
-        self._follow(handoff, handoff.coordinator.outcome(number, Outcome.APPLIED))
-        self._retry(rank)
+        # The slots are those of live halves, so nothing is a Noop here.
+        self._follow(handoff, handoff.coordinator.outcome(number, Outcome.APPLIED if done.applied else Outcome.FAILED))
+        self._reserved(rank, done.reserved)
 
-    def _retry(self, rank: int) -> None:
-        """A command may have made room for the first pending destination of an idle rank."""
-        if self.fleet.is_busy(self.fleet.worker_of(rank)):
+    def _reserved(self, rank: int, slot: int) -> None:
+        """A command made room for the first pending destination of its rank; slot -1: it did not."""
+        if slot < 0:
             return
-        row, tokens = self.fleet.retry(rank)
-        if row >= 0:
-            handoff = self._live[row]
-            self._follow(handoff, handoff.coordinator.fact(Fact.DESTINATION_RESERVED, tokens))
+        row, tokens = self.fleet.show_reservation(rank, slot)
+        handoff = self._live[row]
+        self._follow(handoff, handoff.coordinator.fact(Fact.DESTINATION_RESERVED, tokens))
 
     def _withdraw(self, pool: RunPool, row: int) -> None:
         """A half that no rank has: take it out of the queues in front of them."""
@@ -732,7 +735,7 @@ class System:
 
     def _release_route(self, pool: RunPool, row: int, now: float) -> None:
         if pool.placed.pop(row, None) is not None:
-            self._released_by(pool, pool.placement.request_terminal(row, now), now)
+            self._released_by(pool, pool.left(row, now), now)
 
     def _abandon(self, handoff: _Handoff, now: float) -> None:
         """Both halves are cleaned up: the request ends."""
@@ -794,9 +797,8 @@ class System:
         assert self.scaling is not None
         self._count_decoded()
         ordinal = len(self.scaling.history)
-        self._fpm = None
+        self._fpm = self.fleet.take_fpm()
         targets = self.scaling.tick(now, self)
-        self._fpm = None
         changed = False
         for pool in self.pools:
             target = targets.prefill if pool.kind is Pool.PREFILL else targets.decode
@@ -879,20 +881,3 @@ class System:
         else:
             handoff = work[0]
             self._follow(handoff, handoff.coordinator.fact(Fact.FAILED))
-
-
-_FPM_FIELDS = (
-    "num_prefill_requests",
-    "sum_prefill_tokens",
-    "var_prefill_length",
-    "sum_prefill_kv_tokens",
-    "num_decode_requests",
-    "sum_decode_kv_tokens",
-    "var_decode_kv_tokens",
-    "num_queued_prefill",
-    "sum_queued_prefill_tokens",
-    "var_queued_prefill_length",
-    "num_queued_decode",
-    "sum_queued_decode_kv_tokens",
-    "var_queued_decode_kv_tokens",
-)
