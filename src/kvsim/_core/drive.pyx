@@ -32,14 +32,14 @@ import numpy as np
 from kvsim import layout
 from kvsim._core.engine cimport (
     engine_active, engine_boundary, engine_deadline, engine_drained, engine_emit, engine_events_shown, engine_fail, engine_fail_stuck,
-    engine_internal_work, engine_register_source, engine_runnable,
+    engine_internal_work, engine_land, engine_register_source, engine_runnable,
     engine_reserve, engine_reserve_error, engine_retries, engine_retry, engine_schedule, engine_stuck, engine_submit,
     engine_unblock, engine_visible_events, engine_waiting,
 )
 from kvsim._core.signals cimport progressed
 from kvsim._core.state cimport RankState
 from kvsim._core.types cimport (
-    COMPLETED, FAILED, FREE, HELD, HELD_SOURCE, NOT_ADMITTED, NO_REASON, NO_SLOT, PASS_OK, POOL_DECODE, POOL_PREFILL, RADIX,
+    COMPLETED, FAILED, FREE, HAS_TOKEN, HELD, HELD_SOURCE, NOT_ADMITTED, NO_REASON, NO_SLOT, PASS_OK, POOL_DECODE, POOL_PREFILL, RADIX,
     REJECTED, RUN_COMPLETED, RUN_FAILED, RUN_REJECTED, STALLED, admission_t, content_t, event_block_t, event_t, handoff_record_t, header_t, likely, rank_t,
     request_record_t, request_spec_t, run_t, signal_t, unlikely,
 )
@@ -150,6 +150,16 @@ cdef inline bint counts_down(const rank_t* r) noexcept nogil:
     return r.config.engine == RADIX and r.radix.countdown > 0
 
 
+cdef inline void catch_up(track_t* t, int64_t generated) noexcept nogil:
+    """A request coasted: behind the last pass that was followed it emitted a token in each, up to `generated`."""
+    cdef int64_t missed = generated - t.emitted
+    # A burst of speculative decoding is followed as it happens, and never coasts.
+    if missed > 0 and t.last >= 0:
+        t.last += missed
+        t.emitted = generated
+        t.burst = 1
+
+
 cdef class Fleet:
     """Workers of one or two pools driven together on one clock.
 
@@ -167,6 +177,9 @@ cdef class Fleet:
         Keep `gauges` and count decoded tokens.
     watch_passes : bool
         Keep the newest forward-pass metrics of each rank for `take_fpm`, too.
+    coast : bool
+        Let plain decodes stand still in their rows (see `coast.pxd`). Without, every pass goes through
+        every request; tests compare the two.
 
     Notes
     -----
@@ -244,6 +257,7 @@ cdef class Fleet:
     cdef bint has_host            # some worker has a host tier
     cdef bint watch_gauges
     cdef bint watch_passes
+    cdef bint coast
     cdef object _gauges
     cdef gauge_t* gauge_rows
     cdef dict _fpm_open
@@ -283,7 +297,7 @@ cdef class Fleet:
     cdef object error
 
     def __init__(self, records, histogram, *, handoffs=None, capture_admissions=False, capture_outputs=False,
-                 record_passes=False, capture_offload=False, watch_gauges=False, watch_passes=False):
+                 record_passes=False, capture_offload=False, watch_gauges=False, watch_passes=False, coast=True):
         self._states = []
         self._records = records
         self.records = <request_record_t*>cnp.PyArray_DATA(<cnp.ndarray>records)
@@ -298,6 +312,8 @@ cdef class Fleet:
         self.capture_offload = capture_offload
         self.watch_gauges = watch_gauges or watch_passes
         self.watch_passes = watch_passes
+        # A captured output tells each token.
+        self.coast = coast and not capture_outputs
         self._fpm_open, self._fpm = {}, {}
         self._tracks, self._end_memory, self._log_memory, self._log_weights = [], [], [], []
         # Per worker: weight that runs on into the window, and the end of the pass before it.
@@ -362,6 +378,7 @@ cdef class Fleet:
             self.ranks[first + i] = (<RankState>state).bind()
             self.ranks[first + i].grouped = len(states) > 1
             self.ranks[first + i].want_firsts = self.note_firsts
+            self.ranks[first + i].coast.wanted = self.coast
             self.ranks[first + i].want_offload = self.capture_offload
             self.has_host |= self.ranks[first + i].config.host != 0
             self.rank_workers[first + i] = w
@@ -914,6 +931,12 @@ cdef class Fleet:
         cdef int64_t n
         cdef int32_t at
         cdef bint hidden = worker.pool == POOL_PREFILL
+        if self.coast and not hidden:
+            # Rows of requests that ended are gone.
+            for i in range(r.num_signals):
+                s = &r.signals[i]
+                if s.flags & COMPLETED:
+                    catch_up(&tracks[s.slot], s.generated - (s.flags & HAS_TOKEN != 0))
         for i in range(r.num_pressures):
             tracks[r.pressures[i].slot].lost = r.pressures[i].computed
         for i in range(r.num_admissions):
@@ -950,6 +973,8 @@ cdef class Fleet:
                 t.emitted += 1
                 t.burst = 1
                 continue
+            if self.coast and r.requests[r.ready[i]].generated - n > t.emitted:
+                catch_up(t, r.requests[r.ready[i]].generated - n)
             if t.last < 0:
                 t.first_pass = number
                 t.start = number
@@ -1335,6 +1360,7 @@ cdef class Fleet:
                 self._passes = _enlarged(self._passes, self.pass_count + 1)
             for i in range(r.p.num_ready):
                 tokens += r.burst[i]
+            tokens += r.p.coasting
             self._passes[self.pass_count] = (
                 now_ms, end_ms, worker, dp_rank, *state.fpm(), engine_active(r), h.num_inactive, h.num_running,
                 h.num_waiting, tokens)
@@ -1664,10 +1690,13 @@ cdef class Fleet:
                     self.leave(w, &self.ends[w][i].track, now)
             self.workers[w].num_ends = 0
             for i in range(self.workers[w].first_rank, self.workers[w].first_rank + self.workers[w].num_ranks):
+                engine_land(self.ranks[i])
                 for slot in range(min(self.ranks[i].header.high_water, self.track_caps[i])):
                     # What a held source did was written when it was held.
                     if self.ranks[i].requests[slot].status not in (FREE, HELD_SOURCE):
                         t = &self.tracks[i][slot]
+                        if self.coast and self.workers[w].pool != POOL_PREFILL:
+                            catch_up(&self.tracks[i][slot], self.ranks[i].requests[slot].generated)
                         self.records[t.row].preemptions += self.ranks[i].requests[slot].preemptions
                         self.leave(w, t, now)
                         self.tracks[i][slot].first_pass = -1

@@ -8,7 +8,7 @@ from kvsim._core.handoff cimport (
 )
 from kvsim._core.host cimport host_boundary, host_deadline, host_work
 from kvsim._core.paged_pass cimport (
-    paged_activate, paged_cancel, paged_emit, paged_free, paged_misfit, paged_open, paged_reserve, paged_schedule,
+    paged_activate, paged_cancel, paged_emit, paged_free, paged_land, paged_misfit, paged_open, paged_reserve, paged_schedule,
     paged_settle, paged_stuck, paged_unblock,
 )
 from kvsim._core.pool cimport pool_active
@@ -171,6 +171,13 @@ cdef inline void engine_cancel_destination(rank_t* r, int32_t slot) noexcept nog
 
 
 # ---------------------------------------------------------------- passes
+
+cdef inline void engine_land(rank_t* r) noexcept nogil:
+    """Write the rows of requests that coast, between two passes; before anybody looks at them."""
+    if likely(r.coast.count == 0):
+        return
+    paged_land(r)
+
 
 cdef inline int engine_schedule(rank_t* r, double now_ms) noexcept nogil:
     """A pass up to its duration, `r.p.end_ms`; PASS_FAILED if a callback raised."""

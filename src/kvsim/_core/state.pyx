@@ -20,11 +20,12 @@ import numpy as np
 
 from kvsim import layout
 from kvsim.errors import CommandError, SnapshotError, TimingError
+from kvsim._core.coast cimport coast_clear
 from kvsim._core.metrics cimport kvsim_variance, moments_variance
 from kvsim._core.engine cimport (
     engine_activate, engine_active, engine_at, engine_boundary, engine_cancel, engine_cancel_destination,
     engine_cancel_source, engine_deadline, engine_drained, engine_emit, engine_empty, engine_events_shown,
-    engine_fail_stuck, engine_internal_work, engine_register_source, engine_release_source, engine_reserve,
+    engine_fail_stuck, engine_internal_work, engine_land, engine_register_source, engine_release_source, engine_reserve,
     engine_reserve_error, engine_retry, engine_runnable, engine_schedule, engine_stuck, engine_submit,
     engine_unblock, engine_visible_events, engine_waiting,
 )
@@ -278,13 +279,18 @@ cdef class RankState:
             admissions[:len(self._admissions)] = self._admissions
         self._admissions = admissions
         r.admissions = <admission_t*>address(admissions)
-        # Four lists of rows that live for one pass.
-        lists = np.zeros((4, requests), np.int32)
+        # Lists of rows that live for one pass, and those of who coasts.
+        lists = np.zeros((7, requests + 1), np.int32)
+        if self._lists is not None:
+            lists[:, :self._lists.shape[1]] = self._lists
         self._lists = lists
         r.ready = <int32_t*>address(lists)
-        r.burst = r.ready + requests
-        r.terminal = r.burst + requests
-        r.retracted = r.terminal + requests
+        r.burst = r.ready + requests + 1
+        r.terminal = r.burst + requests + 1
+        r.retracted = r.terminal + requests + 1
+        r.due = r.retracted + requests + 1
+        r.since = r.due + requests + 1
+        r.hits = r.since + requests + 1
         if self._hints is None:
             self._hints = np.zeros(self._offsets["blocks"][1], np.int32)
             r.ahead = <int32_t*>address(self._hints)
@@ -366,7 +372,7 @@ cdef class RankState:
             sizes[{GROW_TABLES: "tables", GROW_EVENTS: "events", GROW_EVENT_BLOCKS: "event_blocks",
                    GROW_RUNS: "runs", GROW_TRANSFERS: "transfers", GROW_TRANSFER_BLOCKS: "transfer_blocks",
                    GROW_OFFLOAD_EVENTS: "offload_events", GROW_OFFLOAD_BLOCKS: "offload_blocks"}[what]] = power_of_two(need)
-        old, old_offsets, used = self.arena, self._offsets, self._used()
+        old, old_offsets, used = self.arena, self._offsets, self._rows()
         total = self._plan(sizes)
         self.arena = np.zeros(total, np.uint8)
         _copy_rows(old, old_offsets, self.arena, self._offsets, used)
@@ -672,11 +678,15 @@ cdef class RankState:
         cdef rank_t* r = &self.r
         cdef int status
         self._outgrown.clear()
+        cdef int32_t wanted = r.coast.wanted
         r.want_signals = 1
+        r.coast.wanted = 0
+        engine_land(r)
         with nogil:
             status = engine_schedule(r, now_ms)
             if status == PASS_OK:
                 engine_emit(r)
+        r.coast.wanted = wanted
         if self.error is not None:
             raise self.take_error()
         return r.p.end_ms
@@ -812,6 +822,11 @@ cdef class RankState:
     # ------------------------------------------------------------ looking in
 
     def _used(self):
+        """Rows in use of each section, for whoever looks from outside: who coasts lands first."""
+        engine_land(&self.r)
+        return self._rows()
+
+    def _rows(self):
         """Rows in use of each section; what lies beyond them means nothing."""
         cdef header_t* h = self.r.header
         used = {
@@ -979,6 +994,8 @@ cdef class RankState:
         self._contents = list(contents)
         self._contents_memory = None
         self._admissions = None
+        self._lists = None
+        coast_clear(&self.r)
         self._alloc_scratch(sizes["requests"])
         for i, content in enumerate(self._contents):
             if content is None:
