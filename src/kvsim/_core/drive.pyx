@@ -153,7 +153,6 @@ cdef inline bint counts_down(const rank_t* r) noexcept nogil:
 cdef inline void catch_up(track_t* t, int64_t generated) noexcept nogil:
     """A request coasted: behind the last pass that was followed it emitted a token in each, up to `generated`."""
     cdef int64_t missed = generated - t.emitted
-    # A burst of speculative decoding is followed as it happens, and never coasts.
     if missed > 0 and t.last >= 0:
         t.last += missed
         t.emitted = generated
@@ -931,8 +930,8 @@ cdef class Fleet:
         cdef int64_t n
         cdef int32_t at
         cdef bint hidden = worker.pool == POOL_PREFILL
-        if self.coast and not hidden:
-            # Rows of requests that ended are gone.
+        if r.coast.wanted and not hidden and r.config.nextn == 0:
+            # Rows of requests that ended are gone. Bursts of drafts never coast.
             for i in range(r.num_signals):
                 s = &r.signals[i]
                 if s.flags & COMPLETED:
