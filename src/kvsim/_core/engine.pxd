@@ -14,8 +14,8 @@ from kvsim._core.paged_pass cimport (
 from kvsim._core.pool cimport pool_active
 from kvsim._core.radix_legacy cimport legacy_activate, legacy_emit, legacy_reserve, legacy_schedule, legacy_settle
 from kvsim._core.radix_pass cimport (
-    radix_activate, radix_cancel, radix_emit, radix_free_destination, radix_free_source, radix_misfit, radix_open,
-    radix_reserve, radix_schedule, radix_settle, radix_stuck,
+    radix_activate, radix_cancel, radix_emit, radix_free_destination, radix_free_source, radix_land, radix_misfit,
+    radix_open, radix_reserve, radix_schedule, radix_settle, radix_stuck, radix_sync,
 )
 from kvsim._core.requests cimport id_insert, row_queue, row_release
 from kvsim._core.signals cimport pass_open, signal
@@ -168,6 +168,20 @@ cdef inline void engine_cancel_destination(rank_t* r, int32_t slot) noexcept nog
     r.header.capacity_generation += 1
     r.header.effect_free = 0
     row_release(r, slot)
+
+
+# ---------------------------------------------------------------- coasting
+
+cdef inline void engine_sync(rank_t* r) noexcept nogil:
+    """Write the rows of coasting requests, for somebody who looks at them."""
+    if r.config.engine == RADIX:
+        radix_sync(r)
+
+
+cdef inline void engine_land(rank_t* r) noexcept nogil:
+    """End the coasting of all requests, for somebody who changes their rows or wants to hear of each token."""
+    if r.config.engine == RADIX:
+        radix_land(r)
 
 
 # ---------------------------------------------------------------- passes

@@ -4,6 +4,14 @@
 # was admitted, retracts and times a decode step; `radix_emit` gives tokens and
 # ends requests; `radix_settle` does the bookkeeping of the new-token ratio and
 # of the buffered events.
+#
+# When nobody listens to single tokens, plain decodes *coast*: the leading
+# entries of `running` that emitted in the last decode pass stand still in their
+# rows, and a tick counts for all of them. Their number, the sum of their lengths
+# and of the squares move in O(1); how many open a page in a pass stands in a
+# wheel of as many entries as a page has tokens; only a last token is looked at.
+# Rows are written when somebody looks (`radix_sync`) or changes them
+# (`radix_land`), so coasting is no state: it may begin and end at any pass.
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.string cimport memset
@@ -22,9 +30,9 @@ from kvsim._core.rng cimport rng_accept
 from kvsim._core.signals cimport count_pass, emit_token, pass_open, pressure, rejected_last, signal
 from kvsim._core.timing cimport timing_decode, timing_prefill
 from kvsim._core.types cimport (
-    ASK_VICTIM, BUDGET_TOO_SMALL, COMPLETED, DECODE, HAS_PARENT, MATERIALISED, MODEL_LENGTH, NOT_ADMITTED, NO_REASON, NO_SLOT,
+    ASK_VICTIM, BUDGET_TOO_SMALL, COMPLETED, DECODE, HAS_PARENT, HAS_TOKEN, MATERIALISED, MODEL_LENGTH, NOT_ADMITTED, NO_REASON, NO_SLOT,
     OUTGREW_POOL, PASS_FAILED, PASS_OK, POOL_TOO_SMALL, PREEMPTED, PREFILL, REJECTED, RETRY_COUNTDOWN, RETRY_RATIO,
-    ROOT, RUNNING, STORED, WAITING, admission_t, config_t, content_t, event_t, header_t, lease_t, pass_t,
+    ROOT, RUNNING, STORED, WAITING, admission_t, coast_t, config_t, content_t, event_t, header_t, lease_t, pass_t,
     pressure_t, radix_t, rank_t, request_t,
 )
 
@@ -35,6 +43,7 @@ cdef enum:
     FLUSH_PASSES = 40       # decode passes between two flushes of the event buffer
     RETRIES = 1024          # effect-free passes in a row after which the peer gives a run up
     MANY_RETRIES = 1048576
+    LONGEST_COAST = 1073741824  # ticks that fit in 32 bits, with room to spare
 
 
 cdef inline int64_t pages_of(const rank_t* r, int64_t tokens) noexcept nogil:
@@ -199,6 +208,126 @@ cdef bint lease_release(rank_t* r, int32_t slot) noexcept nogil:
     return improved
 
 
+# ---------------------------------------------------------------- coasting
+
+cdef inline void coast_write(rank_t* r, int64_t i) noexcept nogil:
+    """Bring the row of a coasting request up to the tick; what is told of the whole rank is there already."""
+    cdef request_t* q = &r.requests[r.running[i]]
+    cdef int32_t more = <int32_t>(r.coast.tick - r.coast.since[i])
+    r.coast.since[i] = <int32_t>r.coast.tick
+    q.length += more
+    q.generated += more
+    q.computed += more
+    if q.computed > q.allocated:
+        q.n_blocks = <int32_t>pages_of(r, q.computed)
+        q.allocated = <int32_t>(q.n_blocks * r.config.block_size)
+        r.leases[r.running[i]].pages = q.n_blocks
+
+
+cdef inline int32_t* coast_wheel(const rank_t* r, const request_t* q) noexcept nogil:
+    """Entry of the wheel that counts a request whose row is up to date."""
+    cdef int64_t at = r.coast.wheel_at + q.allocated - q.length
+    return &r.coast.wheel[at if at < r.config.block_size else at - r.config.block_size]
+
+
+cdef void radix_sync(rank_t* r) noexcept nogil:
+    """Write the rows of coasting requests: as if every pass had gone through them."""
+    cdef int64_t i
+    for i in range(r.coast.count):
+        if r.coast.since[i] != r.coast.tick:
+            coast_write(r, i)
+
+
+cdef void radix_land(rank_t* r) noexcept nogil:
+    """Nobody coasts any more."""
+    cdef int64_t i
+    radix_sync(r)
+    for i in range(r.coast.count):
+        coast_wheel(r, &r.requests[r.running[i]])[0] -= 1
+    r.coast.count = 0
+
+
+cdef void coast_join(rank_t* r) noexcept nogil:
+    """Behind a decode pass: those that emitted in it, up to the first that is not an ordinary one, coast."""
+    cdef coast_t* c = &r.coast
+    cdef const request_t* q
+    cdef int64_t i
+    if c.count == 0:
+        c.tick = 0
+        c.wheel_at = 0
+        c.sum = 0
+        c.squares = 0
+        c.next_end = LONGEST_COAST
+    for i in range(c.count, r.header.num_running):
+        q = &r.requests[r.running[i]]
+        # Its second token is told by the pass that gives it.
+        if (q.generated < 2 or q.computed != q.length or q.allocated - q.length >= r.config.block_size
+                or c.tick + (q.limit - q.length) >= LONGEST_COAST):
+            break
+        c.since[i] = <int32_t>c.tick
+        c.end[i] = <int32_t>(c.tick + (q.limit - q.length))
+        if c.end[i] < c.next_end:
+            c.next_end = c.end[i]
+        c.sum += q.length
+        c.squares += <int64_t>q.length * q.length
+        coast_wheel(r, q)[0] += 1
+        c.count += 1
+
+
+cdef int64_t coast_emit(rank_t* r) noexcept nogil:
+    """A token for each coasting request; how many of them end with it, their places in `ended`."""
+    cdef coast_t* c = &r.coast
+    cdef int64_t num_ended = 0
+    cdef int64_t i
+    c.tick += 1
+    c.wheel_at = c.wheel_at + 1 if c.wheel_at + 1 < r.config.block_size else 0
+    c.squares += 2 * c.sum + c.count
+    c.sum += c.count
+    r.p.visible += c.count
+    r.p.visible_requests += c.count
+    if c.next_end > c.tick:
+        return 0
+    for i in range(c.count):
+        c.ended[num_ended] = <int32_t>i
+        num_ended += c.end[i] == c.tick
+    for i in range(num_ended):
+        coast_write(r, c.ended[i])
+        signal(r, r.running[c.ended[i]], HAS_TOKEN | COMPLETED, NO_REASON, 0)
+    return num_ended
+
+
+cdef void coast_leave(rank_t* r, int64_t num_ended) noexcept nogil:
+    """Those in `ended` leave: behind those that go on, where `running` is swept."""
+    cdef coast_t* c = &r.coast
+    cdef const request_t* q
+    cdef int64_t i
+    cdef int64_t k
+    cdef int64_t kept = c.ended[0]
+    cdef int32_t nearest = LONGEST_COAST
+    for k in range(num_ended):
+        q = &r.requests[r.running[c.ended[k]]]
+        c.sum -= q.length
+        c.squares -= <int64_t>q.length * q.length
+        coast_wheel(r, q)[0] -= 1
+        r.ready[r.p.num_ready + k] = r.running[c.ended[k]]
+        r.burst[r.p.num_ready + k] = 1
+    k = 0
+    for i in range(kept, c.count):
+        if k < num_ended and i == c.ended[k]:
+            k += 1
+            continue
+        r.running[kept] = r.running[i]
+        c.end[kept] = c.end[i]
+        c.since[kept] = c.since[i]
+        kept += 1
+    for k in range(num_ended):
+        r.running[kept + k] = r.ready[r.p.num_ready + k]
+    c.count = kept
+    for i in range(kept):
+        nearest = c.end[i] if c.end[i] < nearest else nearest
+    c.next_end = nearest
+
+
 # ---------------------------------------------------------------- entering and leaving
 
 cdef int32_t radix_open(
@@ -227,6 +356,8 @@ cdef void radix_cancel(rank_t* r, int32_t slot) noexcept nogil:
     """Drop a live request wherever it is."""
     cdef request_t* q = &r.requests[slot]
     cdef bint prebuilt = q.flags & MATERIALISED != 0
+    if q.status == RUNNING:
+        radix_land(r)
     r.radix.late_requests -= r.leases[slot].late
     if prebuilt:
         prebuilt_remove(r, slot)
@@ -403,7 +534,13 @@ cdef void running_reserve(const rank_t* r, double* tokens) noexcept nogil:
     cdef int64_t left
     cdef const request_t* q
     tokens[0] = 0.0
-    for i in range(r.header.num_running):
+    # One after the other in running order: a sum of reals.
+    for i in range(r.coast.count):
+        left = r.coast.end[i] - r.coast.tick
+        if left > r.config.clip:
+            left = r.config.clip
+        tokens[0] += <double>left * r.radix.new_token_ratio
+    for i in range(r.coast.count, r.header.num_running):
         q = &r.requests[r.running[i]]
         left = q.limit - q.length
         if left > r.config.clip:
@@ -435,6 +572,8 @@ cdef int admit(rank_t* r) noexcept nogil:
     cdef admission_t* a
     cdef bint first
     cdef int decision
+    if h.waiting_head == NO_SLOT or slots <= 0:
+        return PASS_OK
     running_reserve(r, &reserved)
     rem_total = <double>((r.radix.available + r.radix.evictable) * ps) - reserved
     while admitted < slots and h.waiting_head != NO_SLOT:
@@ -543,13 +682,18 @@ cdef inline int64_t burst_of(const rank_t* r, const request_t* q) noexcept nogil
     return most
 
 
+cdef inline int64_t coast_growth(const rank_t* r) noexcept nogil:
+    """Pages that coasting requests open in their next step."""
+    return r.coast.wheel[r.coast.wheel_at] if r.coast.count > 0 else 0
+
+
 cdef int64_t growth_pages(const rank_t* r) noexcept nogil:
     """Pages that the next decode step of all running requests may need, those that are done excepted."""
-    cdef int64_t total = 0
+    cdef int64_t total = coast_growth(r)
     cdef int64_t more
     cdef int64_t i
     cdef const request_t* q
-    for i in range(r.header.num_running):
+    for i in range(r.coast.count, r.header.num_running):
         q = &r.requests[r.running[i]]
         if q.length >= q.limit:
             continue
@@ -625,19 +769,19 @@ cdef void retract(rank_t* r, int64_t index, int64_t growth, int64_t live, double
     e.active_after = r.config.num_blocks - r.radix.available
 
 
-cdef int make_memory(rank_t* r, double now_ms) noexcept nogil:
-    """Retract until the next step fits; retracted rows are listed in order."""
-    cdef int64_t growth
+cdef int make_memory(rank_t* r, double now_ms, int64_t growth) noexcept nogil:
+    """Retract until the next step, which needs `growth` pages, fits; retracted rows are listed in order."""
     cdef int64_t live = 0
     cdef int64_t index
     cdef int64_t wanted
     cdef int64_t i
     cdef int32_t slot
     cdef bint sorted_once = False
-    for i in range(r.header.num_running):
-        slot = r.running[i]
-        live += r.requests[slot].length < r.requests[slot].limit
-    growth = growth_pages(r)
+    if r.radix.available + r.radix.evictable < growth:
+        radix_land(r)
+        for i in range(r.header.num_running):
+            slot = r.running[i]
+            live += r.requests[slot].length < r.requests[slot].limit
     while r.radix.available + r.radix.evictable < growth and live > 1:
         if not sorted_once:
             sort_running(r)
@@ -686,10 +830,15 @@ cdef int schedule_decode(rank_t* r, double now_ms) noexcept nogil:
     cdef pass_t* p = &r.p
     cdef const request_t* q
     cdef int64_t i
-    cdef int64_t context = 0
+    cdef int64_t context
     cdef int64_t growth
+    cdef int64_t count
     cdef int32_t slot
-    for i in range(r.header.num_running):
+    p.decode.count = r.coast.count
+    if r.coast.count > 0:
+        p.decode.sum = r.coast.sum
+        p.decode.squares = r.coast.squares
+    for i in range(r.coast.count, r.header.num_running):
         q = &r.requests[r.running[i]]
         if q.length >= q.limit:
             # Done before: it ends without a token, holding its pages until the end of the pass.
@@ -699,11 +848,13 @@ cdef int schedule_decode(rank_t* r, double now_ms) noexcept nogil:
             moments_add(&p.decode, q.length)
     if p.decode.count > 0:
         r.radix.decode_passes += 1
-        if make_memory(r, now_ms) != PASS_OK:
+        if make_memory(r, now_ms, growth_pages(r)) != PASS_OK:
             return PASS_FAILED
         if p.num_retracted > 0:
             estimate_ratio(r)
-    for i in range(r.header.num_running):
+    p.coasted = r.coast.count
+    context = r.coast.sum if p.coasted > 0 else 0
+    for i in range(p.coasted, r.header.num_running):
         slot = r.running[i]
         q = &r.requests[slot]
         if q.length >= q.limit:
@@ -711,16 +862,19 @@ cdef int schedule_decode(rank_t* r, double now_ms) noexcept nogil:
         r.ready[p.num_ready] = slot
         p.num_ready += 1
         context += q.length
-    if p.num_ready == 0:
+    count = p.coasted + p.num_ready
+    if count == 0:
         return PASS_OK
     growth = growth_pages(r)
     if growth > r.radix.available:
+        # Nobody coasts: what would not fit has landed.
         p.num_ready = 0
         return PASS_OK
-    if timing_decode(r, p.num_ready, context, context // p.num_ready, &p.decode_ms) < 0:
+    if timing_decode(r, count, context, context // count, &p.decode_ms) < 0:
         return PASS_FAILED
     r.radix.available -= growth
-    p.reserved = growth
+    p.reserved = growth - coast_growth(r)
+    r.header.running_blocks += coast_growth(r)
     return PASS_OK
 
 
@@ -891,9 +1045,12 @@ cdef void emit_decode(rank_t* r) noexcept nogil:
     """Section 7.1: requests that are done, then a burst of each of the others."""
     cdef int64_t i
     cdef int64_t k
+    cdef int64_t num_ended = 0
     cdef int32_t slot
     cdef request_t* q
     signal_terminals(r)
+    if r.p.coasted > 0:
+        num_ended = coast_emit(r)
     for i in range(r.p.num_ready):
         slot = r.ready[i]
         q = &r.requests[slot]
@@ -909,17 +1066,24 @@ cdef void emit_decode(rank_t* r) noexcept nogil:
     r.p.reserved = 0
     for i in range(r.p.num_terminal):
         end_request(r, r.terminal[i])
+    if num_ended > 0:
+        coast_leave(r, num_ended)
+        for i in range(num_ended):
+            end_request(r, r.running[r.coast.count + i])
     for i in range(r.p.num_ready):
         slot = r.ready[i]
         if r.requests[slot].length >= r.requests[slot].limit:
             end_request(r, slot)
+    # Whoever follows requests hears of these as of all others that end.
+    r.p.num_ready += <int32_t>num_ended
+    r.p.coasted -= num_ended
 
 
 cdef void sweep_running(rank_t* r) noexcept nogil:
     """Take the rows of ended requests out of `running`."""
     cdef int64_t i
-    cdef int64_t kept = 0
-    for i in range(r.header.num_running):
+    cdef int64_t kept = r.coast.count
+    for i in range(r.coast.count, r.header.num_running):
         if r.requests[r.running[i]].status == RUNNING:
             r.running[kept] = r.running[i]
             kept += 1
@@ -937,6 +1101,8 @@ cdef void radix_emit(rank_t* r) noexcept nogil:
     rejected_last(r, late)
     if r.p.completed > late:
         sweep_running(r)
+    if r.coast.allowed and not r.want_signals and r.p.num_ready > 0 and r.p.admitted == 0 and r.config.nextn == 0:
+        coast_join(r)
     for i in range(r.p.num_retracted):
         waiting_link(r, r.retracted[i], NO_SLOT)
 

@@ -14,6 +14,8 @@ cdef class RankState:
     cdef object _admissions
     cdef object _pressures
     cdef object _lists
+    cdef object _coast
+    cdef object _wheel
     cdef object _hints
     cdef list _outgrown
     cdef dict _offsets

@@ -24,9 +24,9 @@ from kvsim._core.metrics cimport kvsim_variance, moments_variance
 from kvsim._core.engine cimport (
     engine_activate, engine_active, engine_at, engine_boundary, engine_cancel, engine_cancel_destination,
     engine_cancel_source, engine_deadline, engine_drained, engine_emit, engine_empty, engine_events_shown,
-    engine_fail_stuck, engine_internal_work, engine_register_source, engine_release_source, engine_reserve,
-    engine_reserve_error, engine_retry, engine_runnable, engine_schedule, engine_stuck, engine_submit,
-    engine_unblock, engine_visible_events, engine_waiting,
+    engine_fail_stuck, engine_internal_work, engine_land, engine_register_source, engine_release_source,
+    engine_reserve, engine_reserve_error, engine_retry, engine_runnable, engine_schedule, engine_stuck, engine_submit,
+    engine_sync, engine_unblock, engine_visible_events, engine_waiting,
 )
 from kvsim._core.host cimport host_find, host_reindex, host_reset
 from kvsim._core.pool cimport pool_active
@@ -196,6 +196,7 @@ cdef class RankState:
         self._bind_arena()
         self._alloc_scratch(64)
         memcpy(self.r.config, address(np.ascontiguousarray(config)), sizeof(config_t))
+        self._alloc_wheel()
         self._reset(<uint64_t>seed)
 
     def _plan(self, sizes):
@@ -285,6 +286,14 @@ cdef class RankState:
         r.burst = r.ready + requests
         r.terminal = r.burst + requests
         r.retracted = r.terminal + requests
+        coast = np.zeros((3, requests), np.int32)
+        if self._coast is not None:
+            coast[:, :self._coast.shape[1]] = self._coast
+            self._outgrown.append(self._coast)
+        self._coast = coast
+        r.coast.end = <int32_t*>address(coast)
+        r.coast.since = r.coast.end + requests
+        r.coast.ended = r.coast.since + requests
         if self._hints is None:
             self._hints = np.zeros(self._offsets["blocks"][1], np.int32)
             r.ahead = <int32_t*>address(self._hints)
@@ -295,6 +304,12 @@ cdef class RankState:
             r.cap_signals = requests
             r.pressures = <pressure_t*>address(self._pressures)
             r.cap_pressures = 16
+
+    def _alloc_wheel(self):
+        """The wheel of coasting requests, which depends on the configuration alone."""
+        if self.r.config.engine == RADIX:
+            self._wheel = np.zeros(self.r.config.block_size, np.int32)
+            self.r.coast.wheel = <int32_t*>address(self._wheel)
 
     def _reset(self, uint64_t seed):
         cdef rank_t* r = &self.r
@@ -673,6 +688,7 @@ cdef class RankState:
         cdef int status
         self._outgrown.clear()
         r.want_signals = 1
+        engine_land(r)
         with nogil:
             status = engine_schedule(r, now_ms)
             if status == PASS_OK:
@@ -839,6 +855,7 @@ cdef class RankState:
 
     def view(self, name, writable=False):
         """Rows in use of one section, no copy. Read-only unless a test asks otherwise."""
+        engine_sync(&self.r)
         used = self._used()
         if name == "sentinel":
             array = self._section("blocks", layout.BLOCK, self.r.config.num_blocks + 1)[self.r.config.num_blocks:]
@@ -938,6 +955,7 @@ cdef class RankState:
     def fork(self):
         """An independent copy; request content is shared, it is read-only."""
         cdef RankState other = RankState.__new__(RankState)
+        engine_sync(&self.r)
         other._policy = self._policy
         other._timing = self._timing
         other._profile = self._profile
@@ -952,10 +970,12 @@ cdef class RankState:
         other._contents_memory = self._contents_memory
         other._contents = list(self._contents)
         other._alloc_scratch(self._offsets["requests"][1])
+        other._alloc_wheel()
         return other
 
     def save(self):
         """(arena bytes, section sizes, contents): enough for `load`."""
+        engine_sync(&self.r)
         arena = np.zeros(len(self.arena), np.uint8)
         _copy_rows(self.arena, self._offsets, arena, self._offsets, self._used())
         return arena, {name: size for name, (_, size) in self._offsets.items()}, list(self._contents)
@@ -974,6 +994,7 @@ cdef class RankState:
         if config != self.view("config").tobytes():
             self._offsets = old
             raise SnapshotError("the snapshot was taken under another configuration")
+        engine_land(&self.r)
         self.arena = np.array(arena, np.uint8, copy=True)
         self._bind_arena()
         self._contents = list(contents)

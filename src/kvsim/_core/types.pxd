@@ -530,6 +530,7 @@ cdef struct pass_t:  # the pass being executed, scratch
     int64_t visible_requests
     int64_t admitted              # radix: prompts and chunks of this pass, those without work too
     int64_t reserved              # radix: pages held for the tokens of this pass
+    int64_t coasted               # requests that emit one token each and do not stand in `ready`
     double ratio_before           # radix: new-token ratio when the pass began
     int32_t preempted_any
     int32_t num_ready
@@ -634,6 +635,20 @@ cdef struct profile_t:  # an interpolated timing profile; read-only, owned by Py
     int64_t num_tokens
     int64_t num_read              # 0: 1-D
 
+cdef struct coast_t:  # plain decodes that stand still in their rows while a tick counts for them; scratch, never state
+    int64_t count                 # of them: the leading entries of `running`
+    int64_t tick                  # passes in which they emitted, since there was none of them
+    int64_t next_end              # tick before which the next of them emits its last token
+    int64_t sum                   # of their lengths, and of the squares of those
+    int64_t squares
+    int64_t wheel_at              # radix: tick modulo the block size
+    int32_t allowed               # nobody listens to single tokens
+    int32_t unused
+    int32_t* end                  # parallel to `running`: tick before which it emits its last token
+    int32_t* since                # tick up to which its row is written
+    int32_t* ended                # scratch: places in `running` of those that end in this pass
+    int32_t* wheel                # radix: how many of them open a page at each tick modulo the block size
+
 cdef struct rank_t  # below
 
 ctypedef int (*grow_fn)(rank_t*, int, int64_t) noexcept nogil
@@ -694,6 +709,7 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int32_t* burst                # scratch: tokens each of them emits
     int32_t* terminal             # scratch: rows that end without a token
     int32_t* retracted            # scratch: rows that were retracted
+    coast_t coast
     int32_t* ahead                # hint: block that became inactive 4 after this one
     int32_t recent[4]             # hint: the last blocks that became inactive
     uint32_t recent_at
