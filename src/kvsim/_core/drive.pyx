@@ -164,6 +164,16 @@ cdef inline bint counts_down(const rank_t* r) noexcept nogil:
     return r.config.engine == RADIX and r.radix.countdown > 0
 
 
+cdef inline void catch_up(track_t* t, int64_t generated) noexcept nogil:
+    """A request coasted: behind the last pass that was followed it emitted a token in each logged one, up to `generated`."""
+    cdef int64_t missed = generated - t.emitted
+    # A burst of speculative decoding is followed as it happens, and never coasts.
+    if missed > 0 and t.last >= 0:
+        t.last += missed
+        t.emitted = generated
+        t.burst = 1
+
+
 cdef class Fleet:
     """Workers of one or two pools driven together on one clock.
 
@@ -182,7 +192,8 @@ cdef class Fleet:
     watch_passes : bool
         Keep the newest forward-pass metrics of each rank for `take_fpm`, too.
     coast : bool
-        Let plain decodes coast where nobody listens to single tokens. The result is the same without.
+        Let plain decodes stand still in their rows (see `coast.pxd`). Without, every pass goes through
+        every request; tests compare the two.
 
     Notes
     -----
@@ -256,7 +267,7 @@ cdef class Fleet:
     cdef bint has_host            # some worker has a host tier
     cdef bint watch_gauges
     cdef bint watch_passes
-    cdef bint coasts
+    cdef bint coast
     cdef object _gauges
     cdef gauge_t* gauge_rows
     cdef dict _fpm_open
@@ -311,7 +322,8 @@ cdef class Fleet:
         self.capture_offload = capture_offload
         self.watch_gauges = watch_gauges or watch_passes
         self.watch_passes = watch_passes
-        self.coasts = coast
+        # A captured output tells each token.
+        self.coast = coast and not capture_outputs
         self._fpm_open, self._fpm = {}, {}
         self._tracks, self._end_memory, self._log_memory, self._log_weights = [], [], [], []
         # Per rank: weight that runs on into the window, and the end of the pass before it.
@@ -376,11 +388,11 @@ cdef class Fleet:
             self.ranks[first + i] = (<RankState>state).bind()
             self.ranks[first + i].grouped = len(states) > 1
             self.ranks[first + i].want_firsts = self.note_firsts
+            self.ranks[first + i].coast.wanted = self.coast
             self.ranks[first + i].want_offload = self.capture_offload
             self.has_host |= self.ranks[first + i].config.host != 0
             self.rank_workers[first + i] = w
             memset(&self.gauge_rows[first + i], 0, sizeof(gauge_t))
-            self.ranks[first + i].coast.allowed = self.coasts
             self._log_memory.append(None)
             self._log_weights.append(None)
             self._carry.append((0, 0.0))
@@ -919,20 +931,12 @@ cdef class Fleet:
         """Log the pass of a rank if requests went on in it: its number, UNLOGGED if none did."""
         cdef const rank_t* r = self.ranks[rank]
         cdef log_t* log = &self.logs[rank]
-        if r.p.num_ready + r.p.coasted == 0 or (
+        if r.p.num_ready + r.p.coasting == 0 or (
                 r.config.engine == RADIX and not r.config.legacy and r.p.admitted > 0):
             return UNLOGGED
         log.ends[log.count] = end_ms
         log.count += 1
         return log.base + log.count - 1
-
-    cdef inline void catch_up(self, track_t* t, int64_t tokens) noexcept nogil:
-        """A request that had `tokens` tokens before this pass: those that were not followed came one per logged pass."""
-        cdef int64_t more = tokens - t.emitted
-        if more > 0:
-            t.emitted += more
-            t.last += more
-            t.burst = 1
 
     cdef void follow(self, int64_t w, int64_t rank, double now_ms, double end_ms) noexcept nogil:
         """After a rank of worker `w` emitted: admissions, token times, ends."""
@@ -977,18 +981,19 @@ cdef class Fleet:
                     if a.reused > halves.decode_reused_tokens:
                         halves.decode_reused_tokens = a.reused
         # The token of a prefill half is never shown: its request goes on elsewhere.
-        if not hidden and r.config.nextn == 0:
+        if self.coast and not hidden and r.config.nextn == 0:
             # Rows of requests that ended are gone, so their signals say how many tokens they had.
             for i in range(r.num_signals):
                 s = &r.signals[i]
                 if s.flags & COMPLETED:
-                    self.catch_up(&tracks[s.slot], s.generated - (s.flags & HAS_TOKEN != 0))
+                    catch_up(&tracks[s.slot], s.generated - (s.flags & HAS_TOKEN != 0))
         for i in range(0 if hidden else r.p.num_ready):
             n = r.burst[i]
             if n == 0:
                 continue
             t = &tracks[r.ready[i]]
-            self.catch_up(t, r.requests[r.ready[i]].generated - n)
+            if self.coast:
+                catch_up(t, r.requests[r.ready[i]].generated - n)
             if likely(t.last == number - 1 and t.emitted > 1 and n == 1):
                 t.last = number
                 t.emitted += 1
@@ -1383,9 +1388,9 @@ cdef class Fleet:
         if self.record_passes and worked:
             if self.pass_count == len(self._passes):
                 self._passes = _enlarged(self._passes, self.pass_count + 1)
-            tokens = r.p.coasted
             for i in range(r.p.num_ready):
                 tokens += r.burst[i]
+            tokens += r.p.coasting
             self._passes[self.pass_count] = (
                 now_ms, end_ms, worker, dp_rank, *state.fpm(), engine_active(r), h.num_inactive, h.num_running,
                 h.num_waiting, tokens)
@@ -1720,8 +1725,8 @@ cdef class Fleet:
                     # What a held source did was written when it was held.
                     if self.ranks[i].requests[slot].status not in (FREE, HELD_SOURCE):
                         t = &self.tracks[i][slot]
-                        if self.workers[w].pool != POOL_PREFILL:
-                            self.catch_up(t, self.ranks[i].requests[slot].generated)
+                        if self.coast and self.workers[w].pool != POOL_PREFILL:
+                            catch_up(t, self.ranks[i].requests[slot].generated)
                         self.records[t.row].preemptions += self.ranks[i].requests[slot].preemptions
                         self.leave(w, i, t, now)
                         t.first_pass = -1

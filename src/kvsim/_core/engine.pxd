@@ -8,7 +8,7 @@ from kvsim._core.handoff cimport (
 )
 from kvsim._core.host cimport host_boundary, host_deadline, host_work
 from kvsim._core.paged_pass cimport (
-    paged_activate, paged_cancel, paged_emit, paged_free, paged_misfit, paged_open, paged_reserve, paged_schedule,
+    paged_activate, paged_cancel, paged_emit, paged_free, paged_land, paged_misfit, paged_open, paged_reserve, paged_schedule,
     paged_settle, paged_stuck, paged_unblock,
 )
 from kvsim._core.pool cimport pool_active
@@ -170,21 +170,27 @@ cdef inline void engine_cancel_destination(rank_t* r, int32_t slot) noexcept nog
     row_release(r, slot)
 
 
-# ---------------------------------------------------------------- coasting
-
-cdef inline void engine_sync(rank_t* r) noexcept nogil:
-    """Write the rows of coasting requests, for somebody who looks at them."""
-    if r.config.engine == RADIX:
-        radix_sync(r)
-
+# ---------------------------------------------------------------- passes
 
 cdef inline void engine_land(rank_t* r) noexcept nogil:
-    """End the coasting of all requests, for somebody who changes their rows or wants to hear of each token."""
+    """Write the rows of requests that coast, between two passes; nobody does any more."""
+    if likely(r.coast.count == 0):
+        return
     if r.config.engine == RADIX:
         radix_land(r)
+    else:
+        paged_land(r)
 
 
-# ---------------------------------------------------------------- passes
+cdef inline void engine_sync(rank_t* r) noexcept nogil:
+    """As `engine_land`, for somebody who only looks."""
+    if likely(r.coast.count == 0):
+        return
+    if r.config.engine == RADIX:
+        radix_sync(r)
+    else:
+        paged_land(r)
+
 
 cdef inline int engine_schedule(rank_t* r, double now_ms) noexcept nogil:
     """A pass up to its duration, `r.p.end_ms`; PASS_FAILED if a callback raised."""

@@ -5,17 +5,17 @@
 # ends requests; `radix_settle` does the bookkeeping of the new-token ratio and
 # of the buffered events.
 #
-# When nobody listens to single tokens, plain decodes *coast*: the leading
-# entries of `running` that emitted in the last decode pass stand still in their
-# rows, and a tick counts for all of them. Their number, the sum of their lengths
-# and of the squares move in O(1); how many open a page in a pass stands in a
-# wheel of as many entries as a page has tokens; only a last token is looked at.
-# Rows are written when somebody looks (`radix_sync`) or changes them
-# (`radix_land`), so coasting is no state: it may begin and end at any pass.
+# Decodes coast (coast.pxd) in decode passes; prefill passes leave them alone. A
+# page has no id, so how many of them open one in a pass is all that matters: it
+# stands in a wheel with an entry for each token of a page, and only last tokens
+# are due. Rows can be written at any time without an end to the coasting.
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.string cimport memset
 
+from kvsim._core.coast cimport (
+    MOST_TICKS, coast_clear, coast_count_out, coast_delete, coast_due, coast_join, coast_step,
+)
 from kvsim._core.events cimport event_add, event_open
 from kvsim._core.handoff cimport materialised_leave, prebuilt_push, prebuilt_remove, source_hold
 from kvsim._core.metrics cimport moments_add
@@ -43,7 +43,6 @@ cdef enum:
     FLUSH_PASSES = 40       # decode passes between two flushes of the event buffer
     RETRIES = 1024          # effect-free passes in a row after which the peer gives a run up
     MANY_RETRIES = 1048576
-    LONGEST_COAST = 1073741824  # ticks that fit in 32 bits, with room to spare
 
 
 cdef inline int64_t pages_of(const rank_t* r, int64_t tokens) noexcept nogil:
@@ -208,34 +207,40 @@ cdef bint lease_release(rank_t* r, int32_t slot) noexcept nogil:
     return improved
 
 
-# ---------------------------------------------------------------- coasting
+# ---------------------------------------------------------------- coasting: see coast.pxd
 
-cdef inline void coast_write(rank_t* r, int64_t i) noexcept nogil:
-    """Bring the row of a coasting request up to the tick; what is told of the whole rank is there already."""
-    cdef request_t* q = &r.requests[r.running[i]]
-    cdef int32_t more = <int32_t>(r.coast.tick - r.coast.since[i])
-    r.coast.since[i] = <int32_t>r.coast.tick
+cdef inline void coast_write(rank_t* r, int32_t slot) noexcept nogil:
+    """Bring the row of a coasting request up to the tick. Sums over the rank are there already."""
+    cdef request_t* q = &r.requests[slot]
+    cdef int32_t more = r.coast.tick - r.since[slot]
+    if more == 0:
+        return
+    r.since[slot] = r.coast.tick
     q.length += more
     q.generated += more
     q.computed += more
     if q.computed > q.allocated:
         q.n_blocks = <int32_t>pages_of(r, q.computed)
         q.allocated = <int32_t>(q.n_blocks * r.config.block_size)
-        r.leases[r.running[i]].pages = q.n_blocks
+        r.leases[slot].pages = q.n_blocks
 
 
 cdef inline int32_t* coast_wheel(const rank_t* r, const request_t* q) noexcept nogil:
     """Entry of the wheel that counts a request whose row is up to date."""
     cdef int64_t at = r.coast.wheel_at + q.allocated - q.length
-    return &r.coast.wheel[at if at < r.config.block_size else at - r.config.block_size]
+    return &r.wheel[at if at < r.config.block_size else at - r.config.block_size]
+
+
+cdef inline int64_t coast_growth(const rank_t* r) noexcept nogil:
+    """Pages that coasting requests open in their next step."""
+    return r.wheel[r.coast.wheel_at] if r.coast.count > 0 else 0
 
 
 cdef void radix_sync(rank_t* r) noexcept nogil:
-    """Write the rows of coasting requests: as if every pass had gone through them."""
+    """Write the rows of coasting requests, as if every pass had gone through them."""
     cdef int64_t i
     for i in range(r.coast.count):
-        if r.coast.since[i] != r.coast.tick:
-            coast_write(r, i)
+        coast_write(r, r.running[i])
 
 
 cdef void radix_land(rank_t* r) noexcept nogil:
@@ -244,88 +249,42 @@ cdef void radix_land(rank_t* r) noexcept nogil:
     radix_sync(r)
     for i in range(r.coast.count):
         coast_wheel(r, &r.requests[r.running[i]])[0] -= 1
-    r.coast.count = 0
+    coast_clear(r)
 
 
-cdef void coast_join(rank_t* r) noexcept nogil:
-    """Behind a decode pass: those that emitted in it, up to the first that is not an ordinary one, coast."""
-    cdef coast_t* c = &r.coast
+cdef void coast_gather(rank_t* r) noexcept nogil:
+    """After a decode pass: those that emitted in it, up to the first that is not an ordinary one, coast from now on."""
     cdef const request_t* q
-    cdef int64_t i
-    if c.count == 0:
-        c.tick = 0
-        c.wheel_at = 0
-        c.sum = 0
-        c.squares = 0
-        c.next_end = LONGEST_COAST
-    for i in range(c.count, r.header.num_running):
-        q = &r.requests[r.running[i]]
-        # Its second token is told by the pass that gives it.
+    while r.coast.count < r.header.num_running:
+        q = &r.requests[r.running[r.coast.count]]
+        # Its first two tokens are told by the passes that give them.
         if (q.generated < 2 or q.computed != q.length or q.allocated - q.length >= r.config.block_size
-                or c.tick + (q.limit - q.length) >= LONGEST_COAST):
-            break
-        c.since[i] = <int32_t>c.tick
-        c.end[i] = <int32_t>(c.tick + (q.limit - q.length))
-        if c.end[i] < c.next_end:
-            c.next_end = c.end[i]
-        c.sum += q.length
-        c.squares += <int64_t>q.length * q.length
+                or q.limit - q.length >= MOST_TICKS):
+            return
         coast_wheel(r, q)[0] += 1
-        c.count += 1
+        coast_join(r, q.length, r.coast.tick + q.limit - 1 - q.length)
 
 
-cdef int64_t coast_emit(rank_t* r) noexcept nogil:
-    """A token for each coasting request; how many of them end with it, their places in `ended`."""
+cdef void coast_emit(rank_t* r) noexcept nogil:
+    """A token for each coasting request. Those that end with it go to the end of `ready`, behind `num_ready`."""
     cdef coast_t* c = &r.coast
-    cdef int64_t num_ended = 0
-    cdef int64_t i
-    c.tick += 1
-    c.wheel_at = c.wheel_at + 1 if c.wheel_at + 1 < r.config.block_size else 0
-    c.squares += 2 * c.sum + c.count
-    c.sum += c.count
-    r.p.visible += c.count
-    r.p.visible_requests += c.count
-    if c.next_end > c.tick:
-        return 0
-    for i in range(c.count):
-        c.ended[num_ended] = <int32_t>i
-        num_ended += c.end[i] == c.tick
-    for i in range(num_ended):
-        coast_write(r, c.ended[i])
-        signal(r, r.running[c.ended[i]], HAS_TOKEN | COMPLETED, NO_REASON, 0)
-    return num_ended
-
-
-cdef void coast_leave(rank_t* r, int64_t num_ended) noexcept nogil:
-    """Those in `ended` leave: behind those that go on, where `running` is swept."""
-    cdef coast_t* c = &r.coast
-    cdef const request_t* q
-    cdef int64_t i
+    cdef pass_t* p = &r.p
     cdef int64_t k
-    cdef int64_t kept = c.ended[0]
-    cdef int32_t nearest = LONGEST_COAST
-    for k in range(num_ended):
-        q = &r.requests[r.running[c.ended[k]]]
-        c.sum -= q.length
-        c.squares -= <int64_t>q.length * q.length
-        coast_wheel(r, q)[0] -= 1
-        r.ready[r.p.num_ready + k] = r.running[c.ended[k]]
-        r.burst[r.p.num_ready + k] = 1
-    k = 0
-    for i in range(kept, c.count):
-        if k < num_ended and i == c.ended[k]:
-            k += 1
-            continue
-        r.running[kept] = r.running[i]
-        c.end[kept] = c.end[i]
-        c.since[kept] = c.since[i]
-        kept += 1
-    for k in range(num_ended):
-        r.running[kept + k] = r.ready[r.p.num_ready + k]
-    c.count = kept
-    for i in range(kept):
-        nearest = c.end[i] if c.end[i] < nearest else nearest
-    c.next_end = nearest
+    cdef int32_t slot
+    if c.tick >= c.next_due:
+        p.num_ending = <int32_t>coast_due(r)
+    p.visible += c.count
+    p.visible_requests += c.count
+    coast_step(r)
+    c.wheel_at = c.wheel_at + 1 if c.wheel_at + 1 < r.config.block_size else 0
+    for k in range(p.num_ending):
+        slot = r.running[r.hits[k]]
+        coast_write(r, slot)
+        coast_wheel(r, &r.requests[slot])[0] -= 1
+        coast_count_out(r, r.requests[slot].length)
+        signal(r, slot, HAS_TOKEN | COMPLETED, NO_REASON, 0)
+        r.ready[p.num_ready + k] = slot
+        r.burst[p.num_ready + k] = 1
 
 
 # ---------------------------------------------------------------- entering and leaving
@@ -536,7 +495,7 @@ cdef void running_reserve(const rank_t* r, double* tokens) noexcept nogil:
     tokens[0] = 0.0
     # One after the other in running order: a sum of reals.
     for i in range(r.coast.count):
-        left = r.coast.end[i] - r.coast.tick
+        left = r.due[i] + 1 - r.coast.tick
         if left > r.config.clip:
             left = r.config.clip
         tokens[0] += <double>left * r.radix.new_token_ratio
@@ -680,11 +639,6 @@ cdef inline int64_t burst_of(const rank_t* r, const request_t* q) noexcept nogil
     if most > q.limit - q.length:
         most = q.limit - q.length
     return most
-
-
-cdef inline int64_t coast_growth(const rank_t* r) noexcept nogil:
-    """Pages that coasting requests open in their next step."""
-    return r.coast.wheel[r.coast.wheel_at] if r.coast.count > 0 else 0
 
 
 cdef int64_t growth_pages(const rank_t* r) noexcept nogil:
@@ -834,10 +788,11 @@ cdef int schedule_decode(rank_t* r, double now_ms) noexcept nogil:
     cdef int64_t growth
     cdef int64_t count
     cdef int32_t slot
+    if r.coast.tick >= MOST_TICKS:
+        radix_land(r)
     p.decode.count = r.coast.count
-    if r.coast.count > 0:
-        p.decode.sum = r.coast.sum
-        p.decode.squares = r.coast.squares
+    p.decode.sum = r.coast.sum
+    p.decode.squares = r.coast.squares
     for i in range(r.coast.count, r.header.num_running):
         q = &r.requests[r.running[i]]
         if q.length >= q.limit:
@@ -852,9 +807,9 @@ cdef int schedule_decode(rank_t* r, double now_ms) noexcept nogil:
             return PASS_FAILED
         if p.num_retracted > 0:
             estimate_ratio(r)
-    p.coasted = r.coast.count
-    context = r.coast.sum if p.coasted > 0 else 0
-    for i in range(p.coasted, r.header.num_running):
+    p.coasting = r.coast.count
+    context = r.coast.sum
+    for i in range(p.coasting, r.header.num_running):
         slot = r.running[i]
         q = &r.requests[slot]
         if q.length >= q.limit:
@@ -862,7 +817,7 @@ cdef int schedule_decode(rank_t* r, double now_ms) noexcept nogil:
         r.ready[p.num_ready] = slot
         p.num_ready += 1
         context += q.length
-    count = p.coasted + p.num_ready
+    count = p.coasting + p.num_ready
     if count == 0:
         return PASS_OK
     growth = growth_pages(r)
@@ -1045,12 +1000,11 @@ cdef void emit_decode(rank_t* r) noexcept nogil:
     """Section 7.1: requests that are done, then a burst of each of the others."""
     cdef int64_t i
     cdef int64_t k
-    cdef int64_t num_ended = 0
     cdef int32_t slot
     cdef request_t* q
     signal_terminals(r)
-    if r.p.coasted > 0:
-        num_ended = coast_emit(r)
+    if r.p.coasting > 0:
+        coast_emit(r)
     for i in range(r.p.num_ready):
         slot = r.ready[i]
         q = &r.requests[slot]
@@ -1066,17 +1020,16 @@ cdef void emit_decode(rank_t* r) noexcept nogil:
     r.p.reserved = 0
     for i in range(r.p.num_terminal):
         end_request(r, r.terminal[i])
-    if num_ended > 0:
-        coast_leave(r, num_ended)
-        for i in range(num_ended):
-            end_request(r, r.running[r.coast.count + i])
+    coast_delete(r, r.hits, r.p.num_ending)
+    for i in range(r.p.num_ending):
+        end_request(r, r.ready[r.p.num_ready + i])
     for i in range(r.p.num_ready):
         slot = r.ready[i]
         if r.requests[slot].length >= r.requests[slot].limit:
             end_request(r, slot)
     # Whoever follows requests hears of these as of all others that end.
-    r.p.num_ready += <int32_t>num_ended
-    r.p.coasted -= num_ended
+    r.p.num_ready += r.p.num_ending
+    r.p.coasting -= r.p.num_ending
 
 
 cdef void sweep_running(rank_t* r) noexcept nogil:
@@ -1101,8 +1054,8 @@ cdef void radix_emit(rank_t* r) noexcept nogil:
     rejected_last(r, late)
     if r.p.completed > late:
         sweep_running(r)
-    if r.coast.allowed and not r.want_signals and r.p.num_ready > 0 and r.p.admitted == 0 and r.config.nextn == 0:
-        coast_join(r)
+    if r.coast.wanted and r.p.num_ready > 0 and r.p.admitted == 0 and r.config.nextn == 0:
+        coast_gather(r)
     for i in range(r.p.num_retracted):
         waiting_link(r, r.retracted[i], NO_SLOT)
 

@@ -14,7 +14,6 @@ cdef class RankState:
     cdef object _admissions
     cdef object _pressures
     cdef object _lists
-    cdef object _coast
     cdef object _wheel
     cdef object _hints
     cdef list _outgrown

@@ -279,21 +279,18 @@ cdef class RankState:
             admissions[:len(self._admissions)] = self._admissions
         self._admissions = admissions
         r.admissions = <admission_t*>address(admissions)
-        # Four lists of rows that live for one pass.
-        lists = np.zeros((4, requests), np.int32)
+        # Lists of rows that live for one pass, and those of who coasts.
+        lists = np.zeros((7, requests + 1), np.int32)
+        if self._lists is not None:
+            lists[:, :self._lists.shape[1]] = self._lists
         self._lists = lists
         r.ready = <int32_t*>address(lists)
-        r.burst = r.ready + requests
-        r.terminal = r.burst + requests
-        r.retracted = r.terminal + requests
-        coast = np.zeros((3, requests), np.int32)
-        if self._coast is not None:
-            coast[:, :self._coast.shape[1]] = self._coast
-            self._outgrown.append(self._coast)
-        self._coast = coast
-        r.coast.end = <int32_t*>address(coast)
-        r.coast.since = r.coast.end + requests
-        r.coast.ended = r.coast.since + requests
+        r.burst = r.ready + requests + 1
+        r.terminal = r.burst + requests + 1
+        r.retracted = r.terminal + requests + 1
+        r.due = r.retracted + requests + 1
+        r.since = r.due + requests + 1
+        r.hits = r.since + requests + 1
         if self._hints is None:
             self._hints = np.zeros(self._offsets["blocks"][1], np.int32)
             r.ahead = <int32_t*>address(self._hints)
@@ -309,7 +306,7 @@ cdef class RankState:
         """The wheel of coasting requests, which depends on the configuration alone."""
         if self.r.config.engine == RADIX:
             self._wheel = np.zeros(self.r.config.block_size, np.int32)
-            self.r.coast.wheel = <int32_t*>address(self._wheel)
+            self.r.wheel = <int32_t*>address(self._wheel)
 
     def _reset(self, uint64_t seed):
         cdef rank_t* r = &self.r
@@ -381,7 +378,7 @@ cdef class RankState:
             sizes[{GROW_TABLES: "tables", GROW_EVENTS: "events", GROW_EVENT_BLOCKS: "event_blocks",
                    GROW_RUNS: "runs", GROW_TRANSFERS: "transfers", GROW_TRANSFER_BLOCKS: "transfer_blocks",
                    GROW_OFFLOAD_EVENTS: "offload_events", GROW_OFFLOAD_BLOCKS: "offload_blocks"}[what]] = power_of_two(need)
-        old, old_offsets, used = self.arena, self._offsets, self._used()
+        old, old_offsets, used = self.arena, self._offsets, self._rows()
         total = self._plan(sizes)
         self.arena = np.zeros(total, np.uint8)
         _copy_rows(old, old_offsets, self.arena, self._offsets, used)
@@ -687,12 +684,15 @@ cdef class RankState:
         cdef rank_t* r = &self.r
         cdef int status
         self._outgrown.clear()
+        cdef int32_t wanted = r.coast.wanted
         r.want_signals = 1
+        r.coast.wanted = 0
         engine_land(r)
         with nogil:
             status = engine_schedule(r, now_ms)
             if status == PASS_OK:
                 engine_emit(r)
+        r.coast.wanted = wanted
         if self.error is not None:
             raise self.take_error()
         return r.p.end_ms
@@ -828,6 +828,11 @@ cdef class RankState:
     # ------------------------------------------------------------ looking in
 
     def _used(self):
+        """Rows in use of each section, for whoever looks from outside: those of who coasts are written first."""
+        engine_sync(&self.r)
+        return self._rows()
+
+    def _rows(self):
         """Rows in use of each section; what lies beyond them means nothing."""
         cdef header_t* h = self.r.header
         used = {
@@ -855,7 +860,6 @@ cdef class RankState:
 
     def view(self, name, writable=False):
         """Rows in use of one section, no copy. Read-only unless a test asks otherwise."""
-        engine_sync(&self.r)
         used = self._used()
         if name == "sentinel":
             array = self._section("blocks", layout.BLOCK, self.r.config.num_blocks + 1)[self.r.config.num_blocks:]
@@ -955,7 +959,6 @@ cdef class RankState:
     def fork(self):
         """An independent copy; request content is shared, it is read-only."""
         cdef RankState other = RankState.__new__(RankState)
-        engine_sync(&self.r)
         other._policy = self._policy
         other._timing = self._timing
         other._profile = self._profile
@@ -975,7 +978,6 @@ cdef class RankState:
 
     def save(self):
         """(arena bytes, section sizes, contents): enough for `load`."""
-        engine_sync(&self.r)
         arena = np.zeros(len(self.arena), np.uint8)
         _copy_rows(self.arena, self._offsets, arena, self._offsets, self._used())
         return arena, {name: size for name, (_, size) in self._offsets.items()}, list(self._contents)
@@ -1000,6 +1002,7 @@ cdef class RankState:
         self._contents = list(contents)
         self._contents_memory = None
         self._admissions = None
+        self._lists = None
         self._alloc_scratch(sizes["requests"])
         for i, content in enumerate(self._contents):
             if content is None:

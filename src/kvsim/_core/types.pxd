@@ -525,21 +525,32 @@ cdef struct pass_t:  # the pass being executed, scratch
     int64_t prefill_kv_tokens
     moments_t decode              # lengths of scheduled decodes
     int64_t scheduled             # requests scheduled
+    int64_t coasting              # requests that emit one token each without standing in `ready`
     int64_t completed
     int64_t visible               # non-rejected signals, and distinct requests among them
     int64_t visible_requests
     int64_t admitted              # radix: prompts and chunks of this pass, those without work too
     int64_t reserved              # radix: pages held for the tokens of this pass
-    int64_t coasted               # requests that emit one token each and do not stand in `ready`
     double ratio_before           # radix: new-token ratio when the pass began
     int32_t preempted_any
     int32_t num_ready
+    int32_t num_ending            # leading entries of `hits`: who coasted and ends in this pass
     int32_t num_terminal
     int32_t num_retracted
     int32_t deferred              # radix: prefill had to wait
     int32_t out_of_pool           # radix, 1.3: the pool refused what the budgets let pass
     int32_t deferrals             # host tier: requests that went to sleep
     int32_t connector             # host tier: first of the connector queue that was not looked at in this pass
+
+cdef struct coast_t:  # coast.pxd: the leading entries of `running` whose rows stand still
+    int64_t count
+    int64_t sum                   # of their lengths now, and of the squares
+    int64_t squares
+    int64_t wheel_at              # radix: entry of `wheel` for the next step
+    int32_t tick                  # passes since the first of them joined
+    int32_t next_due              # no entry of `due` is earlier
+    int32_t wanted                # whoever drives the rank lets requests coast
+    int32_t unused
 
 cdef struct request_spec_t:  # layout.REQUEST_SPEC
     uint64_t id_hi
@@ -635,20 +646,6 @@ cdef struct profile_t:  # an interpolated timing profile; read-only, owned by Py
     int64_t num_tokens
     int64_t num_read              # 0: 1-D
 
-cdef struct coast_t:  # plain decodes that stand still in their rows while a tick counts for them; scratch, never state
-    int64_t count                 # of them: the leading entries of `running`
-    int64_t tick                  # passes in which they emitted, since there was none of them
-    int64_t next_end              # tick before which the next of them emits its last token
-    int64_t sum                   # of their lengths, and of the squares of those
-    int64_t squares
-    int64_t wheel_at              # radix: tick modulo the block size
-    int32_t allowed               # nobody listens to single tokens
-    int32_t unused
-    int32_t* end                  # parallel to `running`: tick before which it emits its last token
-    int32_t* since                # tick up to which its row is written
-    int32_t* ended                # scratch: places in `running` of those that end in this pass
-    int32_t* wheel                # radix: how many of them open a page at each tick modulo the block size
-
 cdef struct rank_t  # below
 
 ctypedef int (*grow_fn)(rank_t*, int, int64_t) noexcept nogil
@@ -709,7 +706,10 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int32_t* burst                # scratch: tokens each of them emits
     int32_t* terminal             # scratch: rows that end without a token
     int32_t* retracted            # scratch: rows that were retracted
-    coast_t coast
+    int32_t* due                  # beside `running`: tick at which a coasting request needs something
+    int32_t* since                # by row: tick that the row of a coasting request shows
+    int32_t* hits                 # scratch: entries of `running` that are due
+    int32_t* wheel                # radix: how many of those who coast open a page, by tick modulo the block size
     int32_t* ahead                # hint: block that became inactive 4 after this one
     int32_t recent[4]             # hint: the last blocks that became inactive
     uint32_t recent_at
@@ -724,6 +724,7 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int32_t want_offload          # keep observations of the host tier
     double command_ms             # host tier: when the command under way is applied
     int32_t grouped               # has siblings: what depends on all of them is done by the driver
+    coast_t coast
     pass_t p
     void* owner                   # RankState, for the callbacks
     grow_fn grow
