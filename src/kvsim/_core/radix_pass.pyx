@@ -18,7 +18,7 @@ from kvsim._core.coast cimport (
 )
 from kvsim._core.events cimport event_add, event_open
 from kvsim._core.handoff cimport materialised_leave, prebuilt_push, prebuilt_remove, source_hold
-from kvsim._core.metrics cimport moments_add
+from kvsim._core.metrics cimport moments_add, welford_add
 from kvsim._core.radix cimport (
     cursor_advance, cursor_t, radix_evict, radix_insert, radix_lock, radix_match, radix_match_length, radix_unlock,
 )
@@ -30,7 +30,7 @@ from kvsim._core.rng cimport rng_accept
 from kvsim._core.signals cimport count_pass, emit_token, pass_open, pressure, rejected_last, signal
 from kvsim._core.timing cimport timing_decode, timing_prefill
 from kvsim._core.types cimport (
-    ASK_VICTIM, BUDGET_TOO_SMALL, COMPLETED, DECODE, HAS_PARENT, HAS_TOKEN, MATERIALISED, MODEL_LENGTH, NOT_ADMITTED, NO_REASON, NO_SLOT,
+    ASK_VICTIM, BUDGET_TOO_SMALL, CALLABLE, COMPLETED, DECODE, HAS_PARENT, HAS_TOKEN, MATERIALISED, MODEL_LENGTH, NOT_ADMITTED, NO_REASON, NO_SLOT,
     OUTGREW_POOL, PASS_FAILED, PASS_OK, POOL_TOO_SMALL, PREEMPTED, PREFILL, REJECTED, RETRY_COUNTDOWN, RETRY_RATIO,
     ROOT, RUNNING, STORED, WAITING, admission_t, coast_t, config_t, content_t, event_t, header_t, lease_t, pass_t,
     pressure_t, radix_t, rank_t, request_t,
@@ -1094,6 +1094,84 @@ cdef void radix_settle(rank_t* r) noexcept nogil:
     x.retry = RETRY_COUNTDOWN if p.deferred else (RETRY_RATIO if x.new_token_ratio != p.ratio_before else 0)
     x.flush = p.prefill_tokens > 0 or r.header.num_running == 0 or (
         p.decode.count > 0 and x.decode_passes % FLUSH_PASSES == 0)
+
+
+# ---------------------------------------------------------------- many passes at once
+
+cdef bint radix_quiet(const rank_t* r) noexcept nogil:
+    """Whether the next passes only give a token each to requests that all coast, as long as none of them ends."""
+    cdef const header_t* h = r.header
+    cdef const config_t* c = r.config
+    # A queue is looked at when there is a seat, and sorted in any case.
+    return (r.coast.count > 0 and r.coast.count == h.num_running
+            and (h.waiting_head == NO_SLOT or (h.num_running >= c.max_running and not c.lpm and not c.ask_order))
+            and h.prebuilt_head == NO_SLOT and h.num_pending == 0
+            and r.radix.countdown == 0 and r.radix.late_requests == 0
+            and not c.emit_events and c.timing != CALLABLE)
+
+
+cdef int64_t radix_stretch(rank_t* r, double now_ms, double horizon_ms, double* ends, int64_t room) noexcept nogil:
+    """Passes of a quiet rank, the first at `now_ms`, each of the others where one ends, before `horizon_ms`.
+
+    At most `room`; their ends go to `ends`. Stops before a pass that gives somebody the last token, has no
+    duration, or finds too few pages. Everything is as if each pass had been scheduled and emitted; how many it were.
+    """
+    cdef coast_t* c = &r.coast
+    cdef radix_t* x = r.radix
+    cdef pass_t* p = &r.p
+    cdef int64_t n = c.count
+    cdef int64_t ps = r.config.block_size
+    cdef int64_t done = 0
+    cdef int64_t growth
+    cdef int64_t last_tick = c.next_due if c.next_due < MOST_TICKS else MOST_TICKS
+    cdef double decode_ms = 0.0
+    cdef double end_ms
+    cdef double ratio
+    if last_tick - c.tick < room:
+        room = last_tick - c.tick
+    while done < room and now_ms < horizon_ms:
+        growth = r.wheel[c.wheel_at]
+        if growth > x.available + x.evictable:
+            break
+        timing_decode(r, n, c.sum, c.sum // n, &decode_ms)
+        end_ms = now_ms + decode_ms
+        if end_ms <= now_ms:
+            break
+        if growth > x.available:
+            radix_evict(r, growth - x.available)
+        if done == 0:
+            pass_open(r, now_ms)
+        x.available -= growth
+        r.header.running_blocks += growth
+        p.start_ms = now_ms
+        p.ratio_before = x.new_token_ratio
+        ratio = x.new_token_ratio - r.config.ratio_decay
+        x.new_token_ratio = ratio if ratio > r.config.min_ratio else r.config.min_ratio
+        welford_add(&r.header.duration_count, &r.header.duration_sum, &r.header.duration_mean, &r.header.duration_m2,
+                    end_ms - now_ms)
+        coast_step(r)
+        c.wheel_at = c.wheel_at + 1 if c.wheel_at + 1 < ps else 0
+        ends[done] = end_ms
+        now_ms = end_ms
+        done += 1
+    if done == 0:
+        return 0
+    x.hit_tokens = 0
+    x.total_tokens = 0
+    x.decode_passes += done
+    x.retry = RETRY_RATIO if x.new_token_ratio != p.ratio_before else 0
+    x.flush = x.decode_passes % FLUSH_PASSES == 0
+    r.header.passes += done
+    r.header.effect_free = 0
+    p.decode.count = n
+    p.decode.sum = c.sum - n
+    p.decode.squares = c.squares - 2 * p.decode.sum - n
+    p.coasting = n
+    p.visible = n
+    p.visible_requests = n
+    p.decode_ms = decode_ms
+    p.end_ms = now_ms
+    return done
 
 
 # ---------------------------------------------------------------- liveness
