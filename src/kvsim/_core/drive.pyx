@@ -25,7 +25,10 @@
 # one gives is a run of its own.
 #
 # Requests that coast emit in every pass of the log and are not looked at. Their
-# tracks are brought up to date by the number of tokens they have.
+# tracks are brought up to date by the number of tokens they have. A rank whose
+# requests all coast runs ahead: up to the next last token, and to the first
+# instant at which anything could reach it (`stretch`). Of all these passes the
+# newest is in flight, so whatever comes meanwhile finds what it would have found.
 
 cimport numpy as cnp
 from libc.math cimport INFINITY, NAN, llrint
@@ -38,7 +41,8 @@ from kvsim import layout
 from kvsim._core.engine cimport (
     engine_active, engine_boundary, engine_deadline, engine_drained, engine_emit, engine_events_shown, engine_fail, engine_fail_stuck,
     engine_internal_work, engine_register_source, engine_runnable,
-    engine_reserve, engine_reserve_error, engine_retries, engine_retry, engine_schedule, engine_stuck, engine_submit,
+    engine_quiet, engine_reserve, engine_reserve_error, engine_retries, engine_retry, engine_schedule, engine_stretch,
+    engine_stuck, engine_submit,
     engine_sync, engine_unblock, engine_visible_events, engine_waiting,
 )
 from kvsim._core.signals cimport progressed
@@ -268,6 +272,10 @@ cdef class Fleet:
     cdef bint watch_gauges
     cdef bint watch_passes
     cdef bint coast
+    cdef bint led                 # what happens in a worker may come to matter to others
+    cdef double stop_ms           # until when the present call lets time pass
+    cdef double ahead_ms          # latest start of a pass that ran ahead of the clock
+    cdef int64_t num_stretched    # passes of the last drive
     cdef object _gauges
     cdef gauge_t* gauge_rows
     cdef dict _fpm_open
@@ -324,6 +332,8 @@ cdef class Fleet:
         self.watch_passes = watch_passes
         # A captured output tells each token.
         self.coast = coast and not capture_outputs
+        self.led = False
+        self.stop_ms = self.ahead_ms = -INFINITY
         self._fpm_open, self._fpm = {}, {}
         self._tracks, self._end_memory, self._log_memory, self._log_weights = [], [], [], []
         # Per rank: weight that runs on into the window, and the end of the pass before it.
@@ -391,6 +401,8 @@ cdef class Fleet:
             self.ranks[first + i].coast.wanted = self.coast
             self.ranks[first + i].want_offload = self.capture_offload
             self.has_host |= self.ranks[first + i].config.host != 0
+            # Others are tried again whenever something ends.
+            self.led |= pool != 0 or self.ranks[first + i].config.ask_admission != 0
             self.rank_workers[first + i] = w
             memset(&self.gauge_rows[first + i], 0, sizeof(gauge_t))
             self._log_memory.append(None)
@@ -1208,6 +1220,44 @@ cdef class Fleet:
             self._fpm[rank] = (self.workers[w].busy_until, duration_ms, fpm)
         return 0
 
+    cdef double horizon(self) noexcept nogil:
+        """The first instant at which something could reach a worker that is about to start a pass."""
+        cdef double next_ms = self.stop_ms
+        if self.watch_gauges or self.record_passes or self.idle_count > 0:
+            return -INFINITY
+        if self.feed_at < self.feed_count and self.feed_cap == 0 and self.feed_times[self.feed_at] < next_ms:
+            next_ms = self.feed_times[self.feed_at]
+        if self.led or self.note_ends or self.note_firsts or self.feed_cap > 0:
+            # What ends elsewhere may send something here.
+            if self.todo_count > 0:
+                return -INFINITY
+            if self.heap_count > 0 and self.workers[self.heap[0]].busy_until < next_ms:
+                next_ms = self.workers[self.heap[0]].busy_until
+        return next_ms
+
+    cdef bint stretch(self, int64_t w, double now_ms) noexcept nogil:
+        """Passes of a quiet worker of one rank, the newest of which is in flight; false if it has to go step by step."""
+        cdef worker_t* worker = &self.workers[w]
+        cdef log_t* log = &self.logs[worker.first_rank]
+        cdef int64_t n
+        if not engine_quiet(self.ranks[worker.first_rank]) or worker.pool == POOL_PREFILL:
+            return False
+        n = engine_stretch(
+            self.ranks[worker.first_rank], now_ms, self.horizon(), log.ends + log.count, log.cap - log.count)
+        if n == 0:
+            return False
+        log.count += n
+        if n > 1 and log.ends[log.count - 2] > self.ahead_ms:
+            self.ahead_ms = log.ends[log.count - 2]
+        self.passes += n - 1
+        self.num_stretched = n
+        worker.busy_until = log.ends[log.count - 1]
+        worker.busy = 1
+        worker.barren = 0
+        worker.num_ranks_run = 1
+        worker.prefill_tokens = 0
+        return True
+
     cdef int drive(self, int64_t w, double now_ms) noexcept nogil:
         """Start a pass of an idle worker.
 
@@ -1227,6 +1277,9 @@ cdef class Fleet:
         cdef int64_t last = first + worker.num_ranks
         if unlikely(worker.barren > MOST_BARREN) and self.break_livelock(w, now_ms):
             return 2
+        if worker.num_ranks == 1 and self.stretch(w, now_ms):
+            return 1
+        self.num_stretched = 1
         for i in range(first, last):
             work |= engine_runnable(self.ranks[i])
         for i in range(first, last):
@@ -1571,7 +1624,7 @@ cdef class Fleet:
                 return -1
             if result == 1:
                 self.heap_push(w)
-                budget[0] -= 1
+                budget[0] -= self.num_stretched
             elif result == 2:
                 self.complete(w)
                 budget[0] -= 1
@@ -1638,7 +1691,12 @@ cdef class Fleet:
         cdef int result
         self._begin_call()
         with nogil:
+            self.stop_ms = min(until_ms, cap_ms)
             result = self.loop(until_ms, cap_ms, hold, slice_passes)
+            self.stop_ms = -INFINITY
+        if result in (STOP_UNTIL, STOP_CAP) and self.ahead_ms > self.now_ms:
+            # Passes that ended before the next event of all did end.
+            self.now_ms = self.ahead_ms
         self._end_call()
         return result
 
