@@ -131,7 +131,7 @@ class JsonlSink:
             self.lost_lines += data.count(b"\n", end)
             raise
         self._rest = b""
-        self.lines += lines.count(b"\n")
+        self.lines += data.count(b"\n")
 
 
 def _rows(fact: str, payload: Any) -> Iterator[dict[str, Any]]:

@@ -131,7 +131,7 @@ class ZmqSink:
             The engine emits no KV events, or an endpoint cannot be bound; nothing stays bound.
         """
         if not (source.config.emit_kv_events and source.config.enable_prefix_caching):
-            raise ConfigError("emit_kv_events", "ZmqSink needs it, and prefix caching: without them there are no events")
+            raise ConfigError("emit_kv_events", "ZmqSink needs it, and prefix caching: else there are no events")
         zmq = self._zmq
         self._block_size = source.config.tokens_per_block
         self._numbers = [0] * source.dp_size
@@ -215,18 +215,17 @@ class ZmqSink:
         poller = zmq.Poller()
         for socket in (*routers, stopped):
             poller.register(socket, zmq.POLLIN)
-        while True:
-            ready = dict(poller.poll())
-            if stopped in ready:
-                break
-            for rank, router in enumerate(routers):
-                if router in ready:
-                    # A reader that went away is its own affair.
-                    with contextlib.suppress(zmq.ZMQError):
-                        self._replay(router, rank)
-        for socket in routers:
-            socket.close(linger=self._linger_ms)
-        stopped.close(linger=0)
+        try:
+            while stopped not in (ready := dict(poller.poll())):
+                for rank, router in enumerate(routers):
+                    if router in ready:
+                        # A reader that went away is its own affair.
+                        with contextlib.suppress(zmq.ZMQError):
+                            self._replay(router, rank)
+        finally:
+            for socket in routers:
+                socket.close(linger=self._linger_ms)
+            stopped.close(linger=0)
 
     def _replay(self, router: Any, rank: int) -> None:
         frames = router.recv_multipart()
@@ -236,7 +235,7 @@ class ZmqSink:
         start = int.from_bytes(frames[2], "big")
         with self._lock:
             buffer = self._buffers[rank]
-            skipped = max(0, start - buffer[0][0]) if buffer else 0
+            skipped = min(max(0, start - buffer[0][0]), len(buffer)) if buffer else 0
             messages = list(islice(buffer, skipped, None))
         for number, payload in messages:
             router.send_multipart((frames[0], b"", number.to_bytes(8, "big"), payload))
