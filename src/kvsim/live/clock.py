@@ -134,11 +134,11 @@ class _Sleeping:
 
     __slots__ = ()
 
-    async def sleep(self: Clock, duration_ms: float) -> None:  # type: ignore[misc]
+    async def sleep(self: Clock, duration_ms: float) -> None:
         """Wait so many milliseconds of this clock."""
         await self.sleep_until(self.now() + duration_ms)
 
-    async def sleep_until(self: Clock, at_ms: float) -> None:  # type: ignore[misc]
+    async def sleep_until(self: Clock, at_ms: float) -> None:
         """Wait until it is `at_ms`; a time that has passed is now."""
         if math.isnan(at_ms):
             raise ConfigError("at_ms", "must be a time, got nan")
@@ -173,7 +173,17 @@ class WallClock(_Sleeping):
         on from there: no pass becomes longer.
     """
 
-    __slots__ = ("_behind_s", "_last_s", "_loop", "_run_s", "_source", "_spin_s", "_start_s", "backward_steps", "speedup")
+    __slots__ = (
+        "_behind_s",
+        "_last_s",
+        "_loop",
+        "_run_s",
+        "_source",
+        "_spin_s",
+        "_start_s",
+        "backward_steps",
+        "speedup",
+    )
 
     def __init__(
         self, speedup: float = 1.0, *, spin_ms: float = 0.0, source: Callable[[], float] = time.monotonic

@@ -101,7 +101,7 @@ ORDER: dict[Moment, tuple[Fact, ...]] = {
     # Receivers that went away while no pass was in flight.
     Moment.CLEANUP: (Fact.CLEANUP_KV_EVENTS, Fact.LIFECYCLE, Fact.METRICS),
     # A request that can never run, ended by the driver.
-    Moment.GIVEN_UP: (Fact.OUTPUTS, Fact.KV_EVENTS, Fact.LIFECYCLE, Fact.METRICS),
+    Moment.GIVEN_UP: (Fact.OUTPUTS, Fact.METRICS),
 }
 
 
@@ -231,7 +231,6 @@ class AttachedSink:
     """
 
     __slots__ = (
-        "_close",
         "_delivered",
         "_loop",
         "_methods",
@@ -520,8 +519,8 @@ def attach(sink: Any) -> AttachedSink:
     on_full = getattr(sink, "on_full", "drop")
     if on_full not in ("drop", "wait"):
         raise ConfigError("sinks", f"on_full of {name} must be drop or wait, got {on_full!r}")
-    kind = {"inline": _InlineSink, "task": _TaskSink, "thread": _ThreadSink}[delivery]
-    return kind(sink, methods, queue_size, on_full)
+    kinds: dict[str, type[AttachedSink]] = {"inline": _InlineSink, "task": _TaskSink, "thread": _ThreadSink}
+    return kinds[delivery](sink, methods, queue_size, on_full)
 
 
 # ---------------------------------------------------------------- transactions
@@ -644,15 +643,9 @@ class Publisher:
             self._metrics(at_ms, effects.metrics)
         self._flush()
 
-    def given_up(
-        self, at_ms: float, output: Output, kv_events: Sequence[KvEvent], lifecycle: Lifecycle, metrics: Metrics
-    ) -> None:
+    def given_up(self, at_ms: float, output: Output, metrics: Metrics) -> None:
         """A request that can never run was ended."""
         self._outputs(at_ms, [output])
-        if kv_events:
-            self._kv_events(at_ms, kv_events)
-        if lifecycle:
-            self._lifecycle_events(at_ms, lifecycle)
         self._metrics(at_ms, metrics)
         self._flush()
 

@@ -24,15 +24,18 @@ class Mailbox:
 
     Attributes
     ----------
+    single : bool
+        It is of one request, and ends with it.
     requests : set of int
         Live requests that deliver here.
     gone : bool
         The reader went away.
     """
 
-    __slots__ = ("_error", "_items", "_on_gone", "_wake", "closed", "gone", "requests")
+    __slots__ = ("_error", "_items", "_on_gone", "_wake", "closed", "gone", "requests", "single")
 
-    def __init__(self, on_gone: Callable[[Mailbox], None]) -> None:
+    def __init__(self, on_gone: Callable[[Mailbox], None], *, single: bool = False) -> None:
+        self.single = single
         self.requests: set[int] = set()
         self.gone = False
         self.closed = False
