@@ -141,9 +141,9 @@ async def run_live(
     counts = LiveCounts()
     engine = LiveScheduler(config, sinks=[counts, *sinks], **options)
     loop = asyncio.get_running_loop()
-    told: asyncio.Queue[None] = asyncio.Queue()
+    told = _Told()
     for number in signals:
-        loop.add_signal_handler(number, told.put_nowait, None)
+        loop.add_signal_handler(number, told.tell)
     feeding: asyncio.Task[None] | None = None
     showing: asyncio.Task[None] | None = None
     try:
@@ -151,10 +151,11 @@ async def run_live(
         if feeder is not None:
             feeding = asyncio.create_task(_feed(feeder, engine), name="kvsim-feeder")
         showing = asyncio.create_task(_show(engine, counts, show, every_s), name="kvsim-metrics")
-        fed = await _until_over(told, [feeding, showing], for_s)
-        if not showing.done():
+        stopped = await told.or_first_of([task for task in (feeding, showing) if task is not None], for_s)
+        fed = feeding is not None and feeding.done() and not feeding.cancelled() and feeding.exception() is None
+        if not showing.done() and (fed or feeding is None or not feeding.done()):
             # Who feeds may still read what is coming while the engine drains.
-            await _drain(engine, told, [math.inf, drain_s] if fed else [drain_s])
+            await _drain(engine, told, [math.inf, drain_s] if fed and not stopped else [drain_s])
     finally:
         for task in (feeding, showing):
             if task is not None:
@@ -166,8 +167,7 @@ async def run_live(
     if engine.failure is not None:
         raise PoisonedError(f"the engine broke: {engine.failure}") from engine.failure
     for error in results:
-        # Those of a feeder that was still busy when the engine stopped are the ends of its requests.
-        if isinstance(error, BaseException) and not isinstance(error, (asyncio.CancelledError, StoppedError)):
+        if isinstance(error, BaseException) and not _is_the_end(error):
             raise error
     if show is not None:
         show(engine, counts)
@@ -191,32 +191,40 @@ async def _show(
         await asyncio.sleep(due - loop.time())
 
 
-async def _until_over(told: asyncio.Queue[None], tasks: Sequence[asyncio.Task[None] | None], for_s: float) -> bool:
-    """Wait for a signal, the end of a task or that of time; whether the feeder, which is the first task, is done."""
-    signalled = asyncio.create_task(told.get())
-    waiting: set[asyncio.Task[None]] = {signalled, *(task for task in tasks if task is not None)}
-    await asyncio.wait(waiting, timeout=None if for_s == math.inf else for_s, return_when=asyncio.FIRST_COMPLETED)
-    over = signalled.done()
-    signalled.cancel()
-    feeding = tasks[0]
-    return not over and feeding is not None and feeding.done() and feeding.exception() is None
+class _Told:
+    """Signals: each is waited for once."""
+
+    def __init__(self) -> None:
+        self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def tell(self) -> None:
+        """A signal has come."""
+        if not self._next.done():
+            self._next.set_result(None)
+
+    async def or_first_of(self, tasks: Iterable[asyncio.Task[None]], limit_s: float) -> bool:
+        """Wait for a signal, the end of a task or that of time; whether it was a signal."""
+        timeout = None if limit_s == math.inf else limit_s
+        await asyncio.wait({self._next, *tasks}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if not self._next.done():
+            return False
+        self._next = asyncio.get_running_loop().create_future()
+        return True
 
 
-async def _drain(engine: LiveScheduler, told: asyncio.Queue[None], limits_s: Sequence[float]) -> None:
+def _is_the_end(error: BaseException) -> bool:
+    """Whether this is how a feeder that was busy when the engine stopped saw the end of it."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(_is_the_end(one) for one in error.exceptions)
+    return isinstance(error, (asyncio.CancelledError, StoppedError))
+
+
+async def _drain(engine: LiveScheduler, told: _Told, limits_s: Sequence[float]) -> None:
     """Let requests finish; each signal moves on to the next limit, and the end of the last one stops the engine."""
     draining = asyncio.create_task(engine.shutdown(), name="kvsim-drain")
     try:
         for limit_s in limits_s:
-            if limit_s == 0:
-                break
-            signalled = asyncio.create_task(told.get())
-            await asyncio.wait(
-                {draining, signalled},
-                timeout=None if limit_s == math.inf else limit_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            signalled.cancel()
-            if draining.done():
+            if limit_s == 0 or not await told.or_first_of([draining], limit_s):
                 break
     finally:
         draining.cancel()
