@@ -62,7 +62,6 @@ class Table:
         self.watch = MetricsWatch(METRICS._replace(active_blocks=0))
         self.lifecycle = LifecycleStream(8, lambda: None)
         self.delivered: list[Output] = []
-        sinks = [attach(self.sink)]
         self.publisher = Publisher(
             0,
             [attach(self.sink)],
