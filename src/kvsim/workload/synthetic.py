@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvsim._core import content
 from kvsim.errors import ConfigError
 from kvsim.layout import SEGMENT
-from kvsim.workload.base import MAX_TOKENS, Workload, block_segments, new_specs, plan_outputs
+from kvsim.workload.base import MAX_TOKENS, NumberedNames, Workload, new_specs, plan_outputs
 from kvsim.workload.requests import CONTENT_STRIDE
 
 __all__ = ["arrival_times", "flat_workload", "session_workload", "think_times"]
@@ -262,16 +262,15 @@ def session_workload(
     shared = np.minimum(blocks, np.floor(blocks * ratio + 0.5).astype(np.int64))  # halves are rounded up
     cached = cached_prefix_tokens // block_size
     shared = np.maximum(shared, cached)
-    index = np.arange(int(blocks.sum())) - np.repeat(np.cumsum(blocks) - blocks, blocks)
-    is_shared = index < np.repeat(shared, blocks)
-    if is_shared.any():
+    ids = None  # all fresh
+    if shared.any():
+        index = np.arange(int(blocks.sum())) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+        is_shared = index < np.repeat(shared, blocks)
         raw = np.cumsum(~is_shared).astype(np.uint64)
         row_group = np.where(index < cached, 0, np.repeat(np.repeat(groups, turns), blocks))  # group 0: shared by all
         raw[is_shared] = np.uint64(_SHARED) | (row_group << 32 | index).astype(np.uint64)[is_shared]
         ids = content.intern_ids(raw)
-    else:
-        ids = np.arange(len(index), dtype=np.uint32)
-    segments, offset, count = block_segments(ids, blocks, inputs, block_size)
+    segments, offset, count = content.block_segments(ids, blocks, inputs, block_size)
 
     specs = new_specs(n)
     first_turn = np.tile(np.arange(turns) == 0, sessions)
@@ -293,7 +292,7 @@ def session_workload(
         planned=planned,
         delay_ms=delays.ravel(),
         first_turn=first_turn,
-        session_names=[f"session_{i}" for i in range(sessions)],
+        session_names=NumberedNames("session_", 0, sessions),
         cumulative=True,
         block_size=block_size,
         source=source,
