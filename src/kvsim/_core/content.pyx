@@ -607,6 +607,15 @@ cdef chain_open_runs(chain_t* chain, int64_t most, bint with_hashes):
     return runs
 
 
+cdef int64_t count_segments(const workload_t* work) noexcept nogil:
+    """Rows of all prompts given as segments."""
+    cdef int64_t n = 0
+    cdef int64_t i
+    for i in range(work.n):
+        n += 0 if work.specs[i].prompt_is_tokens else work.specs[i].prompt_count
+    return n
+
+
 cdef inline int64_t head_length(int64_t block_size) noexcept nogil:
     """Blocks that the head of a request stands for."""
     return (HEAD_TOKENS - 1) // block_size + 1
@@ -726,7 +735,7 @@ def hash_workload(specs, segments, tokens, planned, block_size, max_tokens, want
     total = offsets[work.n]
     hashes = np.empty(total, dtype=np.uint64)
     local = np.empty(total, dtype=np.uint64) if want_local else None
-    memory = chain_open(&chain, size, total > 0, work.n_segments, equal_hashes)
+    memory = chain_open(&chain, size, total > 0, count_segments(&work), equal_hashes)
     cdef uint64_t* first = <uint64_t*> data_of(hashes)
     cdef const int64_t* offset = <const int64_t*> data_of(offsets)
     chain.hashes = first
@@ -827,7 +836,7 @@ def runs_workload(specs, segments, tokens, planned, page_size, max_tokens, with_
         most = offset[work.n]
     heads = np.empty(work.n, dtype=np.uint64)
     cdef uint64_t* head = <uint64_t*> data_of(heads)
-    memory = chain_open(&chain, size, offset[work.n] > 0, work.n_segments, equal_hashes)
+    memory = chain_open(&chain, size, offset[work.n] > 0, count_segments(&work), equal_hashes)
     runs = chain_open_runs(&chain, most, with_hashes)
     cdef run_t* rows = <run_t*> data_of(runs)
     with nogil:
@@ -1071,11 +1080,28 @@ def intern_ids(ids):
     out = np.empty(n, dtype=np.uint32)
     cdef const uint64_t* given = <const uint64_t*> data_of(ids)
     cdef uint32_t* numbers = <uint32_t*> data_of(out)
+    cdef uint32_t* known
+    cdef uint32_t fresh = 0
+    cdef uint64_t largest = 0
+    cdef int64_t i
+    with nogil:
+        for i in range(n):
+            largest = given[i] if given[i] > largest else largest
+    if largest < <uint64_t> (2 * n) and n < 0xFFFFFFFF:
+        # Numbered densely already: a table by id, of numbers counted from 1.
+        dense = np.zeros(largest + 1, dtype=np.uint32)
+        known = <uint32_t*> data_of(dense)
+        with nogil:
+            for i in range(n):
+                if known[given[i]] == 0:
+                    fresh += 1
+                    known[given[i]] = fresh
+                numbers[i] = known[given[i]] - 1
+        return out
     cdef int shift = 64 - 12
     cdef int64_t n_distinct = 0
     cdef int64_t n_slots = 1 << 12
     cdef int64_t done = 0
-    cdef int64_t i
     cdef intern_t* slot
     cdef intern_t* bigger
     table = np.zeros(2 * n_slots, dtype=np.uint64)

@@ -27,6 +27,9 @@ PLAN_SEED = 0xD37A0A7E5EED
 #: Upper bound of one length of a request: what fits a signed 32-bit count.
 MAX_TOKENS = 2**31 - 1
 
+#: Tokens per block from which a block takes longer to hash than to look up.
+_LONG_BLOCK = 32
+
 NO_SESSION = -1
 NO_TURN = -1
 ANY_RANK = -1
@@ -193,12 +196,13 @@ class Workload:
         Returns
         -------
         ndarray of uint64 or None
-            As of `kvsim._core.content.equal_block_hashes`; None if the tokens of the runs are not numbered densely.
+            As of `kvsim._core.content.equal_block_hashes`; None if the tokens of the runs are not numbered densely or
+            occur once, so that a table would save nothing.
         """
         known = self._equal_hashes.get(block_size)
-        if known is None and len(self.segments):
+        if known is None and block_size >= _LONG_BLOCK and len(self.segments):
             count = int(self.segments["start"].max()) + 1
-            if count > 2 * len(self.segments):
+            if count > 0.75 * len(self.segments):
                 return None
             known = self._equal_hashes[block_size] = content.equal_block_hashes(count, block_size)
             known.flags.writeable = False

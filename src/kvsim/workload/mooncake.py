@@ -19,6 +19,7 @@ import math
 import os
 import zlib
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -171,10 +172,11 @@ class _Table(NamedTuple):
 
 def _read_table(data: bytes, path: str) -> _Table:
     """Decode all lines that are not blank."""
-    if _has_one_object_per_line(data):
+    num_lines = _lines_of_objects(data)
+    if num_lines:
         rows = _decode_rows(data)
         # As many objects as lines, each line beginning and ending as one: one in each.
-        if rows and len(rows) == data.count(b"\n") + (not data.endswith(b"\n")):
+        if rows and len(rows) == num_lines:
             found = content.parse_id_lists(b"".join([row.hash_ids for row in rows]), len(rows))
             if found is not None:
                 return _Table(range(1, len(rows) + 1), rows, *found)
@@ -207,18 +209,17 @@ def _decode_rows(data: bytes) -> list[Any]:
     return []
 
 
-def _has_one_object_per_line(data: bytes) -> bool:
-    """Whether each line begins and ends with a brace.
+def _lines_of_objects(data: bytes) -> int:
+    """Number of lines, if each of them begins and ends with a brace; else 0.
 
     Between two braces such as ``}`` and ``{`` a line can end only behind one row and before the next.
     """
     text = np.frombuffer(data, np.uint8)
-    ends = np.flatnonzero(text == _NEWLINE)
-    if len(ends) and ends[-1] == len(text) - 1:
-        ends = ends[:-1]
+    ends = np.flatnonzero(text[:-1] == _NEWLINE)
     if not len(text) or text[0] != _OPEN or (len(ends) and ends[0] == 0):
-        return False
-    return bool((text[ends - 1] == _CLOSE).all() and (text[ends + 1] == _OPEN).all())
+        return 0
+    apart = (text[ends - 1] == _CLOSE).all() and (text[ends + 1] == _OPEN).all()
+    return len(ends) + 1 if apart else 0
 
 
 def _bad_line(error: Exception, path: str, line: int) -> WorkloadError:
@@ -285,7 +286,9 @@ class _Builder:
             self.column(rows, np.float64, "delay", "delay_ms", absent=math.nan),
         ]
         inputs, outputs, priority, strict_priority, stamp, delay = columns
-        authored = {i: ids for i, ids in enumerate(self.values(rows, "output_token_ids")) if ids is not None}
+        authored = {}
+        if not self.lacks(rows, "output_token_ids"):
+            authored = {i: ids for i, ids in enumerate(self.values(rows, "output_token_ids")) if ids is not None}
         session, session_names = self.sessions(lines, rows)
         # Rows in order of sessions; `first` and so on are columns in this order.
         order = np.arange(n) if len(session_names) == n else np.argsort(session, kind="stable")
@@ -354,7 +357,11 @@ class _Builder:
         """Values of one key, None where a row does not have it."""
         if key not in rows[0].__struct_fields__:
             return [None] * len(rows)
-        return [getattr(row, key) for row in rows]
+        return list(map(attrgetter(key), rows))
+
+    def lacks(self, rows: Sequence[Any], key: str) -> bool:
+        """Whether no row has the key."""
+        return key not in rows[0].__struct_fields__ or self.values(rows, key).count(None) == len(rows)
 
     def column(
         self,
@@ -368,12 +375,11 @@ class _Builder:
         if key not in rows[0].__struct_fields__ and absent is not None:
             return np.full(len(rows), absent, kind)
         values = self.values(rows, key)
-        if alias in rows[0].__struct_fields__:
-            others = self.values(rows, str(alias))
-            if others.count(None) < len(others):
-                if any(a is not None and b is not None for a, b in zip(values, others, strict=True)):
-                    return None
-                values = [b if a is None else a for a, b in zip(values, others, strict=True)]
+        if alias is not None and not self.lacks(rows, alias):
+            others = self.values(rows, alias)
+            if any(a is not None and b is not None for a, b in zip(values, others, strict=True)):
+                return None
+            values = [b if a is None else a for a, b in zip(values, others, strict=True)]
         if None in values:
             if absent is None:
                 return None
@@ -386,9 +392,9 @@ class _Builder:
 
     def sessions(self, lines: Sequence[int], rows: Sequence[Any]) -> tuple[npt.NDArray[np.int32], Sequence[str]]:
         """Number of the session of each row, and the names of the sessions."""
-        given = self.values(rows, "session_id")
-        if isinstance(lines, range) and given.count(None) == len(given):
+        if isinstance(lines, range) and self.lacks(rows, "session_id"):
             return np.arange(len(rows), dtype=np.int32), NumberedNames("request_", lines[0], len(lines))
+        given = self.values(rows, "session_id")
         numbers: dict[str, int] = {}
         session = [
             numbers.setdefault(f"request_{line}" if name is None else name, len(numbers))
@@ -412,8 +418,8 @@ class _Builder:
             and (np.isnan(stamp) | ((stamp >= 0) & (stamp < math.inf))).all()
             and (np.isnan(delay) | ((delay >= 0) & (delay < math.inf))).all()
             and all(len(ids) == outputs[i] and all(0 <= k < _U32 for k in ids) for i, ids in authored.items())
-            and not any(value is not None for value in self.values(table.rows, "wait_for"))
-            and not any(value is not None for value in self.values(table.rows, "dependencies"))
+            and self.lacks(table.rows, "wait_for")
+            and self.lacks(table.rows, "dependencies")
         )
 
     def explain(self, table: _Table) -> NoReturn:
@@ -523,9 +529,9 @@ class _Builder:
 
     def request_names(self, lines: Sequence[int], rows: Sequence[Any], order: npt.NDArray[Any]) -> list[str] | None:
         """Names of the rows if any row has a `request_id`; they must be unique."""
-        given = self.values(rows, "request_id")
-        if given.count(None) == len(given):
+        if self.lacks(rows, "request_id"):
             return None
+        given = self.values(rows, "request_id")
         names: dict[str, int] = {}
         for line, value in zip(lines, given, strict=True):
             name = f"request_{line}" if value is None else value

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -26,6 +28,7 @@ __all__ = ["arrival_times", "flat_workload", "session_workload", "think_times"]
 ArrivalProcess: TypeAlias = Literal["burst", "constant", "poisson", "gamma"]
 DelayProcess: TypeAlias = Literal["none", "constant", "exponential"]
 Stream: TypeAlias = Literal["pcg64", "chacha12"]
+_Rng: TypeAlias = "Callable[[], np.random.Generator]"
 
 #: Seed of the peer's content generator; its arrivals have a seed of their own.
 _PEER_CONTENT_SEED = 0
@@ -152,11 +155,11 @@ def think_times(process: DelayProcess, count: int, *, mean_ms: float = 0.0, seed
     raise ConfigError("process", f"must be one of none, constant, exponential, got {process!r}")
 
 
-def _lengths(mean: int, stddev: float, shape: tuple[int, int], rng: np.random.Generator) -> npt.NDArray[np.int64]:
+def _lengths(mean: int, stddev: float, shape: tuple[int, int], rng: _Rng) -> npt.NDArray[np.int64]:
     """Draw normal lengths, rounded, at least 1."""
     if stddev == 0:
         return np.full(shape, mean, np.int64)
-    return np.clip(np.rint(rng.normal(mean, stddev, shape)), 1, MAX_TOKENS).astype(np.int64)
+    return np.clip(np.rint(rng().normal(mean, stddev, shape)), 1, MAX_TOKENS).astype(np.int64)
 
 
 def session_workload(
@@ -238,7 +241,8 @@ def session_workload(
     if stream != "pcg64" and (input_stddev or output_stddev or delay_process == "exponential"):
         raise ConfigError("stream", f"must be pcg64 for spread lengths or delays, got {stream!r}")
 
-    rng = _rng(seed)
+    # Made with the first draw: the module behind it takes longer to import than many a run.
+    rng = partial(cache(_rng), seed)
     shape = (sessions, turns)
     ratio = shared_prefix_ratio if prefix_groups > 0 else 0.0
     groups = np.zeros(sessions, np.int64)
@@ -254,9 +258,10 @@ def session_workload(
         )
     n = sessions * turns
     delays = np.zeros(shape)
-    delays[:, 1:] = think_times(
-        delay_process, sessions * (turns - 1), mean_ms=delay_ms, seed=int(rng.integers(2**63))
-    ).reshape(sessions, turns - 1)
+    delay_seed = int(rng().integers(2**63)) if delay_process == "exponential" else 0
+    delays[:, 1:] = think_times(delay_process, sessions * (turns - 1), mean_ms=delay_ms, seed=delay_seed).reshape(
+        sessions, turns - 1
+    )
 
     blocks = -(-inputs // block_size)
     shared = np.minimum(blocks, np.floor(blocks * ratio + 0.5).astype(np.int64))  # halves are rounded up
@@ -299,9 +304,9 @@ def session_workload(
     )
 
 
-def _groups(sessions: int, groups: int, rng: np.random.Generator, stream: Stream) -> npt.NDArray[np.int64]:
+def _groups(sessions: int, groups: int, rng: _Rng, stream: Stream) -> npt.NDArray[np.int64]:
     if stream == "pcg64":
-        return rng.integers(groups, size=sessions)
+        return rng().integers(groups, size=sessions)
     words = content.planned_tokens(_PEER_CONTENT_SEED, sessions).astype(np.uint64)
     return np.asarray(words * np.uint64(groups) >> np.uint64(32), np.int64)
 
