@@ -90,6 +90,11 @@ class RoundRobin(Placement):
             self._rank_turn[self._workers[int(at[last])]] = (int(ranks[last]) + 1) % size
         return (np.array(self._workers)[at] * size + ranks).astype(np.int32)
 
+    @property
+    def turn(self) -> int:
+        """The next turn over all ranks of a prefill or decode pool."""
+        return self._turn
+
     def worker_ready(self, worker: int, now_ms: float) -> Released:
         """Let the worker take part, in the order of ids."""
         if worker not in self._workers:
