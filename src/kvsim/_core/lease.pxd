@@ -9,10 +9,11 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 from libc.string cimport memcpy
 
 from kvsim._core.events cimport event_add, event_open
-from kvsim._core.pool cimport pool_drop, pool_hold, pool_make_room, pool_take
+from kvsim._core.pool cimport AHEAD, pool_drop, pool_hold, pool_make_room, pool_take
 from kvsim._core.prefix cimport prefix_find, prefix_oldest, prefix_register
 from kvsim._core.types cimport (
-    CHECK, GROW_TABLES, HAS_PARENT, NO_BLOCK, NO_SLOT, RUNNING, STORED, config_t, content_t, rank_t, request_t, unlikely,
+    CHECK, GROW_TABLES, HAS_PARENT, NO_BLOCK, NO_SLOT, RUNNING, STORED, config_t, content_t, prefetch,
+    rank_t, request_t, unlikely,
 )
 
 
@@ -169,6 +170,8 @@ cdef inline void lease_find(rank_t* r, int32_t slot) noexcept nogil:
         b = prefix_find(r, b, hashes[i])
         if b == NO_BLOCK:
             break
+        # Blocks that became inactive together lie in the queue from the last to the first.
+        prefetch(&r.blocks[r.inactive[(r.blocks[b].place - AHEAD) & r.mask_inactive]])
         r.found[i] = b
         i += 1
     r.num_found = i
