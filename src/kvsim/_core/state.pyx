@@ -24,9 +24,9 @@ from kvsim._core.metrics cimport kvsim_variance, moments_variance
 from kvsim._core.engine cimport (
     engine_activate, engine_active, engine_at, engine_boundary, engine_cancel, engine_cancel_destination,
     engine_cancel_source, engine_deadline, engine_drained, engine_emit, engine_empty, engine_events_shown,
-    engine_fail_stuck, engine_internal_work, engine_register_source, engine_release_source, engine_reserve,
-    engine_reserve_error, engine_retry, engine_runnable, engine_schedule, engine_stuck, engine_submit,
-    engine_unblock, engine_visible_events, engine_waiting,
+    engine_fail_stuck, engine_internal_work, engine_land, engine_register_source, engine_release_source,
+    engine_reserve, engine_reserve_error, engine_retry, engine_runnable, engine_schedule, engine_stuck, engine_submit,
+    engine_sync, engine_unblock, engine_visible_events, engine_waiting,
 )
 from kvsim._core.host cimport host_find, host_reindex, host_reset
 from kvsim._core.lease cimport prefix_cost
@@ -201,6 +201,7 @@ cdef class RankState:
         self._bind_arena()
         self._alloc_scratch(64)
         memcpy(self.r.config, address(np.ascontiguousarray(config)), sizeof(config_t))
+        self._alloc_wheel()
         self._reset(<uint64_t>seed)
 
     def _plan(self, sizes):
@@ -286,13 +287,18 @@ cdef class RankState:
             admissions[:len(self._admissions)] = self._admissions
         self._admissions = admissions
         r.admissions = <admission_t*>address(admissions)
-        # Four lists of rows that live for one pass.
-        lists = np.zeros((4, requests), np.int32)
+        # Lists of rows that live for one pass, and those of who coasts.
+        lists = np.zeros((7, requests + 1), np.int32)
+        if self._lists is not None:
+            lists[:, :self._lists.shape[1]] = self._lists
         self._lists = lists
         r.ready = <int32_t*>address(lists)
-        r.burst = r.ready + requests
-        r.terminal = r.burst + requests
-        r.retracted = r.terminal + requests
+        r.burst = r.ready + requests + 1
+        r.terminal = r.burst + requests + 1
+        r.retracted = r.terminal + requests + 1
+        r.due = r.retracted + requests + 1
+        r.since = r.due + requests + 1
+        r.hits = r.since + requests + 1
         r.found_of = NO_SLOT
         if self._found is None:
             self._found = np.zeros(self._offsets["blocks"][1], np.int32)
@@ -304,6 +310,12 @@ cdef class RankState:
             r.cap_signals = requests
             r.pressures = <pressure_t*>address(self._pressures)
             r.cap_pressures = 16
+
+    def _alloc_wheel(self):
+        """The wheel of coasting requests, which depends on the configuration alone."""
+        if self.r.config.engine == RADIX:
+            self._wheel = np.zeros(self.r.config.block_size, np.int32)
+            self.r.wheel = <int32_t*>address(self._wheel)
 
     def _reset(self, uint64_t seed):
         cdef rank_t* r = &self.r
@@ -375,7 +387,7 @@ cdef class RankState:
             sizes[{GROW_TABLES: "tables", GROW_EVENTS: "events", GROW_EVENT_BLOCKS: "event_blocks",
                    GROW_RUNS: "runs", GROW_TRANSFERS: "transfers", GROW_TRANSFER_BLOCKS: "transfer_blocks",
                    GROW_OFFLOAD_EVENTS: "offload_events", GROW_OFFLOAD_BLOCKS: "offload_blocks"}[what]] = power_of_two(need)
-        old, old_offsets, used = self.arena, self._offsets, self._used()
+        old, old_offsets, used = self.arena, self._offsets, self._rows()
         total = self._plan(sizes)
         self.arena = np.zeros(total, np.uint8)
         _copy_rows(old, old_offsets, self.arena, self._offsets, used)
@@ -681,11 +693,15 @@ cdef class RankState:
         cdef rank_t* r = &self.r
         cdef int status
         self._outgrown.clear()
+        cdef int32_t wanted = r.coast.wanted
         r.want_signals = 1
+        r.coast.wanted = 0
+        engine_land(r)
         with nogil:
             status = engine_schedule(r, now_ms)
             if status == PASS_OK:
                 engine_emit(r)
+        r.coast.wanted = wanted
         if self.error is not None:
             raise self.take_error()
         return r.p.end_ms
@@ -848,6 +864,11 @@ cdef class RankState:
     # ------------------------------------------------------------ looking in
 
     def _used(self):
+        """Rows in use of each section, for whoever looks from outside: those of who coasts are written first."""
+        engine_sync(&self.r)
+        return self._rows()
+
+    def _rows(self):
         """Rows in use of each section; what lies beyond them means nothing."""
         cdef header_t* h = self.r.header
         used = {
@@ -987,6 +1008,7 @@ cdef class RankState:
         other._contents_memory = self._contents_memory
         other._contents = list(self._contents)
         other._alloc_scratch(self._offsets["requests"][1])
+        other._alloc_wheel()
         return other
 
     def save(self):
@@ -1009,11 +1031,13 @@ cdef class RankState:
         if config != self.view("config").tobytes():
             self._offsets = old
             raise SnapshotError("the snapshot was taken under another configuration")
+        engine_land(&self.r)
         self.arena = np.array(arena, np.uint8, copy=True)
         self._bind_arena()
         self._contents = list(contents)
         self._contents_memory = None
         self._admissions = None
+        self._lists = None
         self._alloc_scratch(sizes["requests"])
         for i, content in enumerate(self._contents):
             if content is None:
