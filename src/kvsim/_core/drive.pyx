@@ -39,17 +39,18 @@ import numpy as np
 
 from kvsim import layout
 from kvsim._core.engine cimport (
-    engine_active, engine_boundary, engine_deadline, engine_drained, engine_emit, engine_events_shown, engine_fail, engine_fail_stuck,
-    engine_internal_work, engine_register_source, engine_runnable,
-    engine_quiet, engine_reserve, engine_reserve_error, engine_retries, engine_retry, engine_schedule, engine_stretch,
-    engine_stuck, engine_submit,
+    engine_activate, engine_active, engine_boundary, engine_cancel_destination, engine_cancel_source, engine_deadline,
+    engine_drained, engine_emit, engine_events_shown, engine_fail, engine_fail_stuck,
+    engine_internal_work, engine_quiet, engine_register_source, engine_release_source, engine_runnable,
+    engine_reserve, engine_reserve_error, engine_retries, engine_retry, engine_schedule, engine_stretch, engine_stuck,
+    engine_submit,
     engine_sync, engine_unblock, engine_visible_events, engine_waiting,
 )
 from kvsim._core.signals cimport progressed
 from kvsim._core.state cimport RankState
 from kvsim._core.types cimport (
     COMPLETED, FAILED, FREE, HAS_TOKEN, HELD, HELD_SOURCE, NOT_ADMITTED, NO_REASON, NO_SLOT, PASS_OK, POOL_DECODE, POOL_PREFILL, RADIX,
-    REJECTED, RUN_COMPLETED, RUN_FAILED, RUN_REJECTED, STALLED, admission_t, content_t, event_block_t, event_t, handoff_record_t, header_t, likely, rank_t,
+    REJECTED, RUN_CANCELLED, RUN_COMPLETED, RUN_FAILED, RUN_REJECTED, RUN_UNFINISHED, STALLED, admission_t, content_t, event_block_t, event_t, handoff_record_t, header_t, likely, rank_t,
     request_record_t, request_spec_t, run_t, signal_t, unlikely,
 )
 
@@ -61,6 +62,7 @@ cdef enum stop_reason:
     STOP_SLICE = 2     # enough passes for one call
     STOP_CAP = 3       # the next event lies beyond the cap of simulated time
     STOP_FAILED = 4    # a callback raised
+    STOP_STUCK = 6     # `lead`: requests are left, but nothing happens any more
     STOP_STARTING = 5  # a pass without duration left something for Python, others have not started yet
 
 cdef enum note_kind:
@@ -153,14 +155,87 @@ cdef struct gauge_t:  # a rank as it stood after its last completion or command
     int64_t hit_tokens            # sums over its passes
     int64_t total_tokens
 
+cdef enum lead_fact:  # replay.coordinator.Fact
+    FACT_HELD = 0
+    FACT_RESERVED = 1
+    FACT_TRANSFERRED = 2
+    FACT_FAILED = 3
+    NUM_FACTS = 6
+
+cdef enum lead_action:  # replay.coordinator.Action
+    ACT_SUBMIT = 0
+    ACT_RESERVE = 1
+    ACT_TRANSFER = 2
+    ACT_ACTIVATE = 3
+    ACT_RELEASE = 4
+    ACT_CANCEL_SOURCE = 5
+    ACT_CANCEL_DESTINATION = 6
+    ACT_COMPLETE = 7
+    ACT_COMPLETE_CANCELED = 8
+    NUM_ACTIONS = 9
+
+cdef enum lead_outcome:  # replay.coordinator.Outcome
+    OUT_SUBMITTED = 0
+    OUT_ACCEPTED = 1
+    OUT_SCHEDULED = 2
+    OUT_APPLIED = 3
+    OUT_NOOP = 4
+    OUT_FAILED = 5
+    NUM_OUTCOMES = 6
+
+cdef enum lead_step:  # replay.coordinator.kernel_tables
+    STEP_REFUSED = -1
+    STEP_IGNORED = -2
+
+cdef enum lead_state:  # replay.coordinator.State
+    LEAD_DONE = 9
+    LEAD_ABANDONED = 15
+
+cdef struct lead_t:  # a request of a disaggregated run that the kernel leads
+    int32_t prefill_rank          # -1: not submitted
+    int32_t prefill_slot          # -1: the rank does not have it (any more)
+    int32_t decode_rank
+    int32_t decode_slot
+    int32_t state                 # replay.coordinator.State
+    int32_t live                  # released and not retired
+    int32_t ended                 # its decode half is over, or it was given up
+    int32_t unused
+    int64_t tokens                # that the destination lacks
+
+cdef struct act_t:  # an action to carry out, in a list
+    int64_t row
+    int32_t action                # lead_action
+    int32_t next                  # -1: the last
+
+cdef struct queue_t:  # list of actions
+    int32_t head                  # -1: empty
+    int32_t tail
+
+cdef struct transfer_t:  # KV on its way
+    double end_ms
+    int64_t row
+
+cdef struct turn_t:  # the round robin over all ranks of a pool
+    int64_t first_rank
+    int64_t num_workers
+    int64_t dp_size
+    int64_t turn
+
 cdef enum:
     CHUNK = 256
+    # Rounds of passes without duration that one instant may contain.
+    MOST_ROUNDS = 1_000_000
     # Preempting passes without a token in between, after which requests are held to preempt each other for ever.
     MOST_BARREN = 1000
     UNLOGGED = -2
 
 # Passes kept per rank before they are folded, and the growth of that window.
 DEF WINDOW = 16384
+
+
+cdef inline bint lands_before(double end_ms, int64_t row, const transfer_t* other) noexcept nogil:
+    """Order of transfers in their heap."""
+    return end_ms < other.end_ms or (end_ms == other.end_ms and row < other.row)
 
 
 cdef inline bint counts_down(const rank_t* r) noexcept nogil:
@@ -296,6 +371,45 @@ cdef class Fleet:
     cdef int64_t feed_count
     cdef int64_t feed_at
     cdef int64_t feed_cap
+    # handoffs that the kernel leads
+    cdef object _leads
+    cdef lead_t* leads
+    cdef object _lead_rows
+    cdef int64_t* lead_rows       # in order of release
+    cdef object _lead_times
+    cdef double* lead_times
+    cdef int64_t lead_count
+    cdef int64_t lead_at
+    cdef int64_t lead_cap         # of requests inside, 0: open loop
+    cdef int64_t inside
+    cdef object _lead_facts
+    cdef int32_t* lead_facts      # [state][fact]
+    cdef object _lead_outcomes
+    cdef int32_t* lead_outcomes   # [state][action][outcome]
+    cdef object _acts
+    cdef act_t* acts
+    cdef int32_t act_cap
+    cdef int32_t act_free         # list of unused entries
+    cdef queue_t actions          # to carry out at this instant
+    cdef queue_t arrived          # behind the passes of this instant
+    cdef object _deferred
+    cdef queue_t* deferred        # by rank, until the pass in flight ends
+    cdef object _transfers
+    cdef transfer_t* transfers    # heap
+    cdef int64_t transfer_cap
+    cdef int64_t transfer_count
+    cdef turn_t lead_turns[2]
+    cdef object _hints
+    cdef int32_t* hints[2]        # ranks that requests ask for
+    cdef object _routes
+    cdef int64_t* routes          # row, worker, rank, pool of each placement, NULL: not kept
+    cdef int64_t route_cap
+    cdef int64_t route_count
+    cdef bint by_missing          # a transfer is of what the destination lacks
+    cdef int64_t transfer_bytes   # of a token, -1: not known
+    cdef double transfer_gbps
+    cdef double transfer_ms       # where bytes or bandwidth are not known
+    cdef str lead_error
     cdef object _specs
     cdef object _planned
     cdef list _sources            # by pool
@@ -847,21 +961,52 @@ cdef class Fleet:
         if state.error is not None:
             raise state.take_error()
 
+    cdef int32_t enter_prefill(self, int64_t rank, int64_t row, double arrival_ms) noexcept nogil:
+        """Submit the prefill half of a row of the flat inputs, its KV to be held; its row in the rank."""
+        cdef const request_spec_t* spec = &self.specs[row]
+        cdef content_t flat
+        cdef int32_t slot
+        self.find_content(rank, row, &flat)
+        slot = engine_submit(
+            self.ranks[rank], spec.id_hi, spec.id_lo, spec.input_tokens, min(<int64_t>1, spec.max_output_tokens), &flat)
+        engine_register_source(self.ranks[rank], slot, 0, row)
+        self.enter(rank, slot, row, arrival_ms)
+        return slot
+
+    cdef int32_t enter_reservation(self, int64_t rank, int64_t row, double arrival_ms) noexcept nogil:
+        """Queue the reservation of the decode half of a row of the flat inputs; -1 if it can never fit."""
+        cdef const request_spec_t* spec = &self.specs[row]
+        cdef content_t flat
+        cdef int32_t slot
+        if self.misfits(rank, row, spec.input_tokens):
+            return -1
+        self.find_content(rank, row, &flat)
+        slot = engine_reserve(
+            self.ranks[rank], spec.id_hi, spec.id_lo, spec.input_tokens, spec.max_output_tokens, &flat, 0, row)
+        self.enter(rank, slot, row, arrival_ms)
+        return slot
+
+    cdef bint misfits(self, int64_t rank, int64_t row, int64_t length) noexcept nogil:
+        """Whether a prompt can never fit into a decode rank; its record says why then."""
+        cdef int64_t needed = 0
+        cdef int reason = engine_reserve_error(self.ranks[rank], length, self.specs[row].max_output_tokens, &needed)
+        if reason != NO_REASON:
+            self.records[row].reason = reason
+            self.records[row].needed = needed
+        return reason != NO_REASON
+
     def submit_prefill(self, int64_t rank, int64_t row, double arrival_ms, num_input=None, content=None):
         """Submit the prefill half of a row, its KV to be held; returns its row in the rank. The handoff id is the row."""
         cdef RankState state = self.state_of(rank)
         cdef const request_spec_t* spec = &self.specs[row]
-        cdef int64_t count = min(1, spec.max_output_tokens)
-        cdef content_t flat
         cdef int32_t slot
         if content is None:
-            self.find_content(rank, row, &flat)
-            slot = engine_submit(self.ranks[rank], spec.id_hi, spec.id_lo, spec.input_tokens, count, &flat)
+            slot = self.enter_prefill(rank, row, arrival_ms)
         else:
             self.records[row].input_tokens = num_input
-            slot = state.submit(spec.id_hi, spec.id_lo, num_input, count, content)
-        engine_register_source(self.ranks[rank], slot, 0, row)
-        self.enter(rank, slot, row, arrival_ms)
+            slot = state.submit(spec.id_hi, spec.id_lo, num_input, min(1, spec.max_output_tokens), content)
+            engine_register_source(self.ranks[rank], slot, 0, row)
+            self.enter(rank, slot, row, arrival_ms)
         if state.error is not None:
             raise state.take_error()
         return slot
@@ -873,22 +1018,14 @@ cdef class Fleet:
         """
         cdef RankState state = self.state_of(rank)
         cdef const request_spec_t* spec = &self.specs[row]
-        cdef content_t flat
         cdef int32_t slot
-        cdef int64_t length = spec.input_tokens if num_input is None else num_input
-        cdef int64_t needed = 0
-        cdef int reason = engine_reserve_error(self.ranks[rank], length, spec.max_output_tokens, &needed)
-        if reason != NO_REASON:
-            self.records[row].reason = reason
-            self.records[row].needed = needed
-            return -1
         if content is None:
-            self.find_content(rank, row, &flat)
-            slot = engine_reserve(
-                self.ranks[rank], spec.id_hi, spec.id_lo, length, spec.max_output_tokens, &flat, 0, row)
+            slot = self.enter_reservation(rank, row, arrival_ms)
         else:
-            slot = state.reserve(spec.id_hi, spec.id_lo, length, spec.max_output_tokens, content, 0, row)
-        self.enter(rank, slot, row, arrival_ms)
+            if self.misfits(rank, row, num_input):
+                return -1
+            slot = state.reserve(spec.id_hi, spec.id_lo, num_input, spec.max_output_tokens, content, 0, row)
+            self.enter(rank, slot, row, arrival_ms)
         if state.error is not None:
             raise state.take_error()
         return slot
@@ -1753,6 +1890,492 @@ cdef class Fleet:
                 self.complete(w)
                 return True
         return False
+
+    # ------------------------------------------------------------ handoffs without Python
+    #
+    # What `kvsim.replay.system.System` does in a disaggregated run with its default options, in the same order: round
+    # robin over all ranks of a pool, one transfer time, nobody who looks on. The tables are the coordinator's.
+
+    def set_leads(self, rows, times, int64_t concurrency, facts, outcomes, turns, hints, transfer, bint capture_routes):
+        """Lead the handoffs of a run; `lead` then takes the place of `run`.
+
+        Parameters
+        ----------
+        rows : ndarray of int64
+            In order of release.
+        times : ndarray of float64
+            When; ignored with `concurrency`.
+        concurrency : int
+            0: open loop.
+        facts, outcomes : ndarray of int32
+            Of `replay.coordinator.kernel_tables`.
+        turns : sequence of (int, int, int)
+            Of the prefill and the decode pool: workers, ranks of each, the turn.
+        hints : sequence of ndarray of int32
+            Of both pools: the rank that each row asks for, -1: any.
+        transfer : (bool, int, float, float)
+            Whether only what the destination lacks is sent; bytes of a token, -1: not known; GB/s; ms where bytes are
+            not known.
+        capture_routes : bool
+            Keep the placements.
+        """
+        cdef int64_t i
+        cdef int64_t first = 0
+        self._leads = np.zeros(self.num_records * sizeof(lead_t), np.uint8)
+        self.leads = <lead_t*>cnp.PyArray_DATA(<cnp.ndarray>self._leads)
+        self._lead_rows, self._lead_times = rows, times
+        self.lead_rows = <int64_t*>cnp.PyArray_DATA(<cnp.ndarray>rows)
+        self.lead_times = <double*>cnp.PyArray_DATA(<cnp.ndarray>times)
+        self.lead_count, self.lead_at, self.lead_cap, self.inside = len(rows), 0, concurrency, 0
+        self._lead_facts, self._lead_outcomes = facts, outcomes
+        self.lead_facts = <int32_t*>cnp.PyArray_DATA(<cnp.ndarray>facts)
+        self.lead_outcomes = <int32_t*>cnp.PyArray_DATA(<cnp.ndarray>outcomes)
+        self._hints = tuple(hints)
+        for i in range(2):
+            self.hints[i] = <int32_t*>cnp.PyArray_DATA(<cnp.ndarray>self._hints[i])
+            self.lead_turns[i].first_rank = first
+            self.lead_turns[i].num_workers, self.lead_turns[i].dp_size, self.lead_turns[i].turn = turns[i]
+            first += self.lead_turns[i].num_workers * self.lead_turns[i].dp_size
+        self.by_missing, self.transfer_bytes, self.transfer_gbps, self.transfer_ms = transfer
+        self._acts = self._transfers = self._routes = None
+        self.act_cap, self.act_free = 0, -1
+        self.grow_acts()
+        self.transfer_cap = self.transfer_count = 0
+        self.grow_transfers()
+        self.route_cap = self.route_count = 0
+        if capture_routes:
+            self.grow_routes()
+        self.actions.head = self.arrived.head = -1
+        self._deferred = np.full(2 * self.num_ranks, -1, np.int32)
+        self.deferred = <queue_t*>cnp.PyArray_DATA(<cnp.ndarray>self._deferred)
+        self.lead_error = None
+
+    def lead(self, double cap_ms=INFINITY, int64_t slice_passes=1 << 40):
+        """Let time pass until all requests have ended.
+
+        Returns
+        -------
+        int
+            0: all is over; 2: about `slice_passes` passes were made; 3: the cap is reached; 6: requests are left, but
+            nothing happens any more.
+        """
+        cdef int result
+        self._begin_call()
+        with nogil:
+            result = self.lead_loop(cap_ms, slice_passes)
+        self._end_call()
+        self._check_lead()
+        return result
+
+    def settle_leads(self):
+        """All that happens at this instant."""
+        self._begin_call()
+        with nogil:
+            self.lead_settle(False)
+        self._end_call()
+        self._check_lead()
+
+    def stuck_lead(self):
+        """The first request that waits for ever: (row, state of its handoff), or None."""
+        cdef int64_t row
+        for row in range(self.num_records):
+            if self.leads[row].live and not self.lead_over(row) and self.records[row].status == RUN_UNFINISHED:
+                return row, self.leads[row].state
+        return None
+
+    def fail_lead(self, int64_t row):
+        """A handoff is given up; `settle_leads` cleans up."""
+        self.lead_fact(row, FACT_FAILED)
+        self._check_lead()
+
+    def take_routes(self):
+        """Placements so far, in order: int64 (row, worker, rank of the worker, pool), shape (n, 4)."""
+        return self._routes[:4 * self.route_count].reshape(-1, 4).copy()
+
+    def _check_lead(self):
+        if self.lead_error is not None:
+            raise RuntimeError(self.lead_error)
+
+    cdef int grow_acts(self) except -1:
+        cdef int32_t i
+        cdef int32_t before = self.act_cap
+        self.act_cap = max(1024, 2 * before)
+        self._acts = _longer(self._acts, self.act_cap * sizeof(act_t), np.uint8)
+        self.acts = <act_t*>cnp.PyArray_DATA(<cnp.ndarray>self._acts)
+        for i in range(before, self.act_cap):
+            self.acts[i].next = self.act_free
+            self.act_free = i
+        return 0
+
+    cdef int grow_transfers(self) except -1:
+        self.transfer_cap = max(256, 2 * self.transfer_cap)
+        self._transfers = _longer(self._transfers, self.transfer_cap * sizeof(transfer_t), np.uint8)
+        self.transfers = <transfer_t*>cnp.PyArray_DATA(<cnp.ndarray>self._transfers)
+        return 0
+
+    cdef int grow_routes(self) except -1:
+        self.route_cap = max(1024, 2 * self.route_cap)
+        self._routes = _longer(self._routes, 4 * self.route_cap, np.int64)
+        self.routes = <int64_t*>cnp.PyArray_DATA(<cnp.ndarray>self._routes)
+        return 0
+
+    cdef int refuse_lead(self, int64_t row, what) except -1:
+        if self.lead_error is None:
+            self.lead_error = f"handoff {row}: {what} comes in state {self.leads[row].state}"
+        return 0
+
+    cdef void push_act(self, queue_t* queue, int64_t row, int32_t action) noexcept nogil:
+        cdef int32_t at
+        if unlikely(self.act_free < 0):
+            with gil:
+                self.grow_acts()
+        at = self.act_free
+        self.act_free = self.acts[at].next
+        self.acts[at].row = row
+        self.acts[at].action = action
+        self.acts[at].next = -1
+        if queue.head < 0:
+            queue.head = at
+        else:
+            self.acts[queue.tail].next = at
+        queue.tail = at
+
+    cdef void move_acts(self, queue_t* queue) noexcept nogil:
+        """Append a list to the actions to carry out; it is empty then."""
+        if queue.head < 0:
+            return
+        if self.actions.head < 0:
+            self.actions.head = queue.head
+        else:
+            self.acts[self.actions.tail].next = queue.head
+        self.actions.tail = queue.tail
+        queue.head = -1
+
+    cdef inline bint lead_over(self, int64_t row) noexcept nogil:
+        """Nothing is to be done any more for a handoff."""
+        return self.leads[row].state == LEAD_DONE or self.leads[row].state == LEAD_ABANDONED
+
+    cdef void take_step(self, queue_t* queue, int64_t row, int32_t step) noexcept nogil:
+        """A step of a handoff: its next state, and the actions that follow."""
+        self.leads[row].state = step & 255
+        if (step >> 8) & 255 > 0:
+            self.push_act(queue, row, (step >> 16) & 15)
+        if (step >> 8) & 255 > 1:
+            self.push_act(queue, row, (step >> 20) & 15)
+
+    cdef void lead_fact(self, int64_t row, int32_t fact) noexcept nogil:
+        cdef int32_t step = self.lead_facts[self.leads[row].state * NUM_FACTS + fact]
+        if step >= 0:
+            self.take_step(&self.actions, row, step)
+        elif step == STEP_REFUSED:
+            with gil:
+                self.refuse_lead(row, f"fact {fact}")
+
+    cdef void lead_outcome(self, int64_t row, int32_t action, int32_t outcome) noexcept nogil:
+        cdef int32_t step = self.lead_outcomes[(self.leads[row].state * NUM_ACTIONS + action) * NUM_OUTCOMES + outcome]
+        if step >= 0:
+            self.take_step(&self.actions, row, step)
+        elif step == STEP_REFUSED:
+            with gil:
+                self.refuse_lead(row, f"outcome {outcome} of action {action}")
+
+    cdef int64_t lead_place(self, int64_t pool, int64_t row) noexcept nogil:
+        """Rank of a half: the next in turn, or the next with the number that the request asks for."""
+        cdef turn_t* turn = &self.lead_turns[pool]
+        cdef int64_t hint = self.hints[pool][row]
+        cdef int64_t ranks = turn.dp_size if hint < 0 else 1
+        cdef int64_t at = turn.turn % (turn.num_workers * ranks)
+        cdef int64_t worker = at // ranks
+        cdef int64_t dp_rank = at % ranks if hint < 0 else hint
+        turn.turn = at + 1
+        if self.routes != NULL:
+            if unlikely(self.route_count == self.route_cap):
+                with gil:
+                    self.grow_routes()
+            self.routes[4 * self.route_count] = row
+            self.routes[4 * self.route_count + 1] = worker
+            self.routes[4 * self.route_count + 2] = dp_rank
+            self.routes[4 * self.route_count + 3] = POOL_PREFILL if pool == 0 else POOL_DECODE
+            self.route_count += 1
+        return turn.first_rank + worker * turn.dp_size + dp_rank
+
+    cdef void lead_end_early(self, int64_t row, int32_t status) noexcept nogil:
+        """A request ends before its decode half has run."""
+        if self.records[row].status == RUN_UNFINISHED:
+            self.records[row].status = status
+            self.records[row].terminal_ms = self.now_ms
+
+    cdef void lead_retire(self, int64_t row) noexcept nogil:
+        if self.leads[row].ended and self.leads[row].live and self.lead_over(row):
+            self.leads[row].live = 0
+            self.forget(POOL_PREFILL, row)
+            self.forget(POOL_DECODE, row)
+
+    cdef void lead_reserved(self, int64_t rank, int32_t slot) noexcept nogil:
+        """A command made room for the first pending destination of its rank; NO_SLOT: it did not."""
+        cdef int64_t row
+        if slot >= 0:
+            row = self.reserved(rank, slot)
+            self.leads[row].tokens = self.ranks[rank].handoffs[slot].transferable
+            self.lead_fact(row, FACT_RESERVED)
+
+    cdef void lead_notes(self) noexcept nogil:
+        """Deal with what the engines showed, in order."""
+        cdef int64_t i
+        cdef int64_t k
+        cdef const note_t* n
+        cdef const worker_t* worker
+        cdef lead_t* lead
+        for i in range(self.note_count):
+            n = &self.notes[i]
+            if n.kind == NOTE_WOKEN:
+                worker = &self.workers[n.worker]
+                for k in range(worker.first_rank, worker.first_rank + worker.num_ranks):
+                    self.move_acts(&self.deferred[k])
+                continue
+            lead = &self.leads[n.row]
+            if not lead.live or n.kind == NOTE_FIRST:
+                continue
+            if n.kind == NOTE_HELD:
+                self.lead_fact(n.row, FACT_HELD)
+            elif n.kind == NOTE_RESERVED:
+                lead.tokens = n.value
+                self.lead_fact(n.row, FACT_RESERVED)
+            elif n.pool == POOL_DECODE:
+                lead.decode_slot = -1
+                lead.ended = 1
+                self.inside -= 1
+                self.lead_retire(n.row)
+            else:
+                # The prefill half ended without being held.
+                lead.prefill_slot = -1
+                self.lead_end_early(n.row, n.status)
+                self.lead_fact(n.row, FACT_FAILED)
+        self.note_count = 0
+
+    cdef void lead_enter(self, int64_t row, int32_t action) noexcept nogil:
+        """Place a half and hand it to its rank."""
+        cdef lead_t* lead = &self.leads[row]
+        cdef double arrival_ms = self.records[row].arrival_ms
+        cdef int64_t rank
+        cdef int32_t slot
+        if action == ACT_SUBMIT:
+            rank = self.lead_place(0, row)
+            lead.prefill_rank = <int32_t>rank
+            lead.prefill_slot = self.enter_prefill(rank, row, arrival_ms)
+            self.lead_outcome(row, action, OUT_SUBMITTED)
+            return
+        rank = self.lead_place(1, row)
+        slot = self.enter_reservation(rank, row, arrival_ms)
+        if slot < 0:
+            self.lead_end_early(row, RUN_FAILED)
+            self.lead_outcome(row, action, OUT_FAILED)
+            return
+        lead.decode_rank = <int32_t>rank
+        lead.decode_slot = slot
+        self.lead_outcome(row, action, OUT_ACCEPTED)
+        if not self.workers[self.rank_workers[rank]].busy:
+            self.lead_reserved(rank, engine_retry(self.ranks[rank]))
+
+    cdef double lead_delay(self, int64_t row) noexcept nogil:
+        """How long the KV of a prompt is on the wire."""
+        cdef int64_t tokens = self.leads[row].tokens if self.by_missing else self.records[row].input_tokens
+        if self.transfer_bytes < 0:
+            return self.transfer_ms
+        return <double>(tokens * self.transfer_bytes) / (self.transfer_gbps * 1e9) * 1000.0
+
+    cdef void lead_transfer(self, int64_t row) noexcept nogil:
+        """Start a transfer; one that takes no time is over."""
+        cdef double delay = self.lead_delay(row)
+        cdef double end_ms = self.now_ms + delay
+        cdef int64_t at = self.transfer_count
+        cdef int64_t above
+        self.lead_outcome(row, ACT_TRANSFER, OUT_SCHEDULED)
+        if not delay > 0.0:
+            self.lead_fact(row, FACT_TRANSFERRED)
+            return
+        if unlikely(at == self.transfer_cap):
+            with gil:
+                self.grow_transfers()
+        self.transfer_count += 1
+        while at > 0:
+            above = (at - 1) >> 1
+            if not lands_before(end_ms, row, &self.transfers[above]):
+                break
+            self.transfers[at] = self.transfers[above]
+            at = above
+        self.transfers[at].end_ms = end_ms
+        self.transfers[at].row = row
+
+    cdef int64_t pop_transfer(self) noexcept nogil:
+        cdef int64_t row = self.transfers[0].row
+        cdef transfer_t last
+        cdef int64_t at = 0
+        cdef int64_t below
+        self.transfer_count -= 1
+        last = self.transfers[self.transfer_count]
+        while True:
+            below = 2 * at + 1
+            if below >= self.transfer_count:
+                break
+            if below + 1 < self.transfer_count and lands_before(
+                    self.transfers[below + 1].end_ms, self.transfers[below + 1].row, &self.transfers[below]):
+                below += 1
+            if not lands_before(self.transfers[below].end_ms, self.transfers[below].row, &last):
+                break
+            self.transfers[at] = self.transfers[below]
+            at = below
+        self.transfers[at] = last
+        return row
+
+    cdef void lead_command(self, int64_t row, int32_t action) noexcept nogil:
+        """A command to the rank that has a half; deferred while its worker is in a pass."""
+        cdef lead_t* lead = &self.leads[row]
+        cdef bint source = action == ACT_RELEASE or action == ACT_CANCEL_SOURCE
+        cdef int64_t rank = lead.prefill_rank if source else lead.decode_rank
+        cdef int32_t slot = lead.prefill_slot if source else lead.decode_slot
+        cdef rank_t* r
+        cdef int64_t w
+        if slot < 0:
+            self.lead_outcome(row, action, OUT_NOOP)
+            return
+        w = self.rank_workers[rank]
+        if self.workers[w].busy:
+            self.workers[w].watched = 1
+            self.push_act(&self.deferred[rank], row, action)
+            return
+        r = self.ranks[rank]
+        if action == ACT_ACTIVATE:
+            engine_activate(r, slot)
+            self.handoffs[row].destination_activated_ms = self.now_ms
+        elif action == ACT_RELEASE:
+            engine_release_source(r, slot)
+            self.handoffs[row].source_released_ms = self.now_ms
+        elif action == ACT_CANCEL_SOURCE:
+            engine_cancel_source(r, slot)
+        else:
+            engine_cancel_destination(r, slot)
+        if source:
+            lead.prefill_slot = -1
+        elif action == ACT_CANCEL_DESTINATION:
+            lead.decode_slot = -1
+        slot = engine_retry(r)
+        self.show_events(rank, self.now_ms)
+        self.queue(w)
+        self.lead_outcome(row, action, OUT_APPLIED)
+        self.lead_reserved(rank, slot)
+
+    cdef void lead_act(self) noexcept nogil:
+        """Carry out actions, first come first served."""
+        cdef int32_t at
+        cdef int32_t action
+        cdef int64_t row
+        while self.actions.head >= 0:
+            at = self.actions.head
+            row = self.acts[at].row
+            action = self.acts[at].action
+            self.actions.head = self.acts[at].next
+            self.acts[at].next = self.act_free
+            self.act_free = at
+            if action <= ACT_RESERVE:
+                self.lead_enter(row, action)
+            elif action == ACT_TRANSFER:
+                self.lead_transfer(row)
+            elif action == ACT_COMPLETE:
+                self.lead_retire(row)
+            elif action == ACT_COMPLETE_CANCELED:
+                if not self.leads[row].ended:
+                    self.lead_end_early(row, RUN_CANCELLED)
+                    self.leads[row].ended = 1
+                    self.inside -= 1
+                    self.lead_retire(row)
+            else:
+                self.lead_command(row, action)
+
+    cdef void lead_arrivals(self) noexcept nogil:
+        """Release what arrives now; it acts last of all: the passes of this instant do not contain it."""
+        cdef int64_t row
+        cdef lead_t* lead
+        while self.lead_at < self.lead_count:
+            if self.lead_cap > 0:
+                if self.inside >= self.lead_cap:
+                    return
+            elif self.lead_times[self.lead_at] > self.now_ms:
+                return
+            row = self.lead_rows[self.lead_at]
+            self.records[row].arrival_ms = self.now_ms if self.lead_cap > 0 else self.lead_times[self.lead_at]
+            self.lead_at += 1
+            self.inside += 1
+            lead = &self.leads[row]
+            lead.live = 1
+            lead.prefill_rank = lead.prefill_slot = lead.decode_rank = lead.decode_slot = -1
+            # The first step stands where the first fact of a new handoff would.
+            self.take_step(&self.arrived, row, self.lead_facts[0])
+
+    cdef int lead_start(self) noexcept nogil:
+        """Idle workers start passes until none does anything; 1 if one was over at once and showed something."""
+        cdef int64_t budget = 0
+        cdef int64_t rounds = 0
+        cdef int showed = self.note_count > 0
+        self.lead_notes()
+        self.wake_idle()
+        while True:
+            if self.start_passes(&budget) < 0:
+                return -1
+            if self.note_count == 0:
+                return showed
+            showed = 1
+            self.lead_notes()
+            rounds += 1
+            if rounds > MOST_ROUNDS:
+                with gil:
+                    self.lead_error = f"the run does not leave {self.now_ms} ms: passes without duration follow each other"
+                return -1
+
+    cdef int lead_settle(self, bint starting) noexcept nogil:
+        """Everything that happens at this instant, until nothing changes; as `System._settle`."""
+        cdef int changed
+        while True:
+            if not starting:
+                self.lead_notes()
+                while self.transfer_count > 0 and self.transfers[0].end_ms <= self.now_ms:
+                    self.lead_fact(self.pop_transfer(), FACT_TRANSFERRED)
+                self.lead_act()
+                self.lead_arrivals()
+            starting = False
+            changed = self.lead_start()
+            if changed < 0 or self.lead_error is not None:
+                return -1
+            if self.arrived.head >= 0:
+                self.move_acts(&self.arrived)
+                changed = 1
+            if not changed:
+                return 0
+
+    cdef int lead_loop(self, double cap_ms, int64_t slice_passes) noexcept nogil:
+        cdef int64_t before = self.passes
+        cdef double until_ms
+        cdef double next_ms
+        cdef int status
+        while self.inside > 0 or self.lead_at < self.lead_count:
+            until_ms = INFINITY
+            if self.lead_cap == 0 and self.lead_at < self.lead_count:
+                until_ms = self.lead_times[self.lead_at]
+            if self.transfer_count > 0:
+                until_ms = min(until_ms, self.transfers[0].end_ms)
+            next_ms = min(until_ms, self.next_event())
+            if next_ms == INFINITY:
+                return STOP_STUCK
+            if next_ms > cap_ms:
+                return STOP_CAP
+            status = self.loop(until_ms, cap_ms, False, slice_passes)
+            if status == STOP_FAILED or status == STOP_CAP:
+                return status
+            if status != STOP_SLICE and self.lead_settle(status == STOP_STARTING) < 0:
+                return STOP_FAILED
+            if self.passes - before >= slice_passes:
+                return STOP_SLICE
+        return STOP_UNTIL
 
     def finish(self):
         """Fold what is left and clean the records of requests that did not end.
