@@ -1776,13 +1776,22 @@ cdef class Fleet:
                     self.idle_count += 1
         return 0
 
+    cdef void catch_clock(self) noexcept nogil:
+        """Nothing is left before the end of a call: passes that ran ahead of the clock are the last that happened."""
+        if self.ahead_ms > self.now_ms:
+            self.now_ms = self.ahead_ms
+
     cdef int loop(self, double until_ms, double cap_ms, bint hold, int64_t slice_passes) noexcept nogil:
         cdef double next_ms
         cdef int64_t budget = slice_passes
+        cdef int result
         while self.now_ms < until_ms:
             self.feed()
             self.ended = False
-            if self.start_passes(&budget) < 0:
+            self.stop_ms = min(until_ms, cap_ms)
+            result = self.start_passes(&budget)
+            self.stop_ms = -INFINITY
+            if result < 0:
                 return STOP_FAILED
             if self.note_count > 0:
                 return STOP_STARTING
@@ -1790,12 +1799,15 @@ cdef class Fleet:
                 continue
             next_ms = self.next_event()
             if next_ms > cap_ms and until_ms > cap_ms and (next_ms < INFINITY or until_ms < INFINITY):
+                self.catch_clock()
                 return STOP_CAP
             if next_ms > until_ms or next_ms == INFINITY:
+                self.catch_clock()
                 if until_ms < INFINITY and not hold:
                     self.advance(until_ms)
                 return STOP_UNTIL
             if next_ms == until_ms and hold:
+                self.catch_clock()
                 return STOP_UNTIL
             if budget <= 0:
                 return STOP_SLICE
@@ -1828,12 +1840,7 @@ cdef class Fleet:
         cdef int result
         self._begin_call()
         with nogil:
-            self.stop_ms = min(until_ms, cap_ms)
             result = self.loop(until_ms, cap_ms, hold, slice_passes)
-            self.stop_ms = -INFINITY
-        if result in (STOP_UNTIL, STOP_CAP) and self.ahead_ms > self.now_ms:
-            # Passes that ended before the next event of all did end.
-            self.now_ms = self.ahead_ms
         self._end_call()
         return result
 
@@ -2367,6 +2374,7 @@ cdef class Fleet:
             if next_ms == INFINITY:
                 return STOP_STUCK
             if next_ms > cap_ms:
+                self.catch_clock()
                 return STOP_CAP
             status = self.loop(until_ms, cap_ms, False, slice_passes)
             if status == STOP_FAILED or status == STOP_CAP:
