@@ -180,7 +180,7 @@ class LiveScheduler:
         self._health = Health()
         self._failure: BaseException | None = None
         capacity = 2 * max(self.config.max_num_seqs or self.config.num_gpu_blocks, 1)
-        tiers = self.config.native_host_offload is not None
+        tiers = self.config.native_host_offload is not None or getattr(self.config, "tiers_attached", None) is not None
         self._seats: list[_Seat] = []
         for dp_rank in range(dp_size):
             identity = RankIdentity(worker_id, dp_rank, dp_size)
