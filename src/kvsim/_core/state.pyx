@@ -75,7 +75,7 @@ _SECTIONS = {
     "runs": layout.RUN,
     "host": layout.HOST,
     "host_entries": layout.HOST_ENTRY,
-    "host_index": np.dtype("<i4"),
+    "host_index": np.dtype("<u8"),
     "transfers": layout.TRANSFER,
     "transfer_blocks": layout.TRANSFER_BLOCK,
     "offloads": layout.OFFLOAD,
@@ -244,7 +244,7 @@ cdef class RankState:
         r.runs = <run_t*>(base + <int64_t>o["runs"][0])
         r.host = <host_t*>(base + <int64_t>o["host"][0])
         r.host_entries = <host_entry_t*>(base + <int64_t>o["host_entries"][0])
-        r.host_index = <int32_t*>(base + <int64_t>o["host_index"][0])
+        r.host_index = <uint64_t*>(base + <int64_t>o["host_index"][0])
         r.transfers = <transfer_t*>(base + <int64_t>o["transfers"][0])
         r.transfer_blocks = <transfer_block_t*>(base + <int64_t>o["transfer_blocks"][0])
         r.offloads = <offload_t*>(base + <int64_t>o["offloads"][0])

@@ -684,7 +684,7 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     run_t* runs                   # heap of the edges' runs
     host_t* host                  # host tier
     host_entry_t* host_entries
-    int32_t* host_index           # hash -> entry, linear probing
+    uint64_t* host_index          # lower half of a hash and its entry, linear probing; all bits set: empty
     transfer_t* transfers
     transfer_block_t* transfer_blocks
     offload_t* offloads           # by request row
