@@ -293,7 +293,8 @@ cdef void chain_segment(chain_t* chain, const segment_t* segment) noexcept nogil
         n -= take
         start += step * <uint32_t> take
         chain_close_scratch(chain)
-    n_whole = n // size
+    # Many segments are one block: no division for those.
+    n_whole = 1 if n == size else (n // size if n > size else 0)
     if n_whole and step == 0:
         chain_push(chain, chain_run_hash(chain, start), n_whole)
     elif n_whole:

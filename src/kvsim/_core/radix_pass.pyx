@@ -148,7 +148,8 @@ cdef int32_t put_in_tree(rank_t* r, int32_t slot, int64_t pages) noexcept nogil:
     cdef int32_t node
     at.run = r.contents[slot].runs + l.run
     at.offset = l.run_offset
-    node = radix_insert(r, l.node, at, pages - first, &found)
+    node = radix_insert(
+        r, l.node, at, pages - first, r.contents[slot].runs + r.contents[slot].num_runs, &found)
     if r.config.emit_events and found < pages - first:
         tell_stored(r, slot, first + found, pages)
     r.radix.available += found

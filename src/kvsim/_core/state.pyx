@@ -973,7 +973,7 @@ cdef class RankState:
         at.offset = 0
         if pages > self.r.radix.available:
             raise CommandError(f"pages: the pool has {self.r.radix.available} free, got {pages}")
-        last = radix_insert(&self.r, node, at, pages, &found)
+        last = radix_insert(&self.r, node, at, pages, at.run + len(runs), &found)
         self.r.radix.available -= pages - found
         return found, last
 
