@@ -1,6 +1,6 @@
 # The host tier of a paged rank (spec/host-offload.md part A); see host.pxd.
 
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from kvsim._core.events cimport event_add, event_open
 from kvsim._core.host cimport (
@@ -17,6 +17,11 @@ from kvsim._core.types cimport (
     prefetch, rank_t, request_t, transfer_block_t, transfer_t, unlikely,
 )
 
+cdef enum:
+    MOST_SORTED = 1024  # entries that are sorted beside their list
+    MOST_IN_BUCKET = 32
+
+cdef uint64_t EMPTY = 0xFFFFFFFFFFFFFFFFULL
 cdef double NOT_TOLD = float("nan")
 
 
@@ -81,17 +86,30 @@ cdef void observe_transfer(rank_t* r, int32_t kind, double at_ms, int32_t row, b
 
 # ---------------------------------------------------------------- entries
 
+# The index holds the lower half of a hash beside its row: that tells nearly all others from it, and is its home, so
+# neither a search nor a deletion looks at the entries it passes.
+
 cdef inline int64_t entry_home(const rank_t* r, uint64_t hash) noexcept nogil:
     return <int64_t>hash & r.mask_host
+
+
+cdef inline uint64_t index_word(uint64_t hash, int32_t row) noexcept nogil:
+    return (hash << 32) | <uint64_t><uint32_t>row
+
+
+cdef inline int32_t row_in(uint64_t word) noexcept nogil:
+    return <int32_t><uint32_t>word
 
 
 cdef int32_t host_find(const rank_t* r, uint64_t hash) noexcept nogil:
     """Row of a block in the host, pending or resident, or NO_SLOT. Changes nothing."""
     cdef int64_t i = entry_home(r, hash)
-    while r.host_index[i] != NO_SLOT:
-        if r.host_entries[r.host_index[i]].hash == hash:
-            return r.host_index[i]
+    cdef uint64_t word = r.host_index[i]
+    while word != EMPTY:
+        if word >> 32 == <uint32_t>hash and r.host_entries[row_in(word)].hash == hash:
+            return row_in(word)
         i = (i + 1) & r.mask_host
+        word = r.host_index[i]
     return NO_SLOT
 
 
@@ -99,18 +117,25 @@ cdef inline void entry_prefetch(const rank_t* r, uint64_t hash) noexcept nogil:
     prefetch(&r.host_index[entry_home(r, hash)])
 
 
+cdef inline void entry_prefetch_row(const rank_t* r, uint64_t hash) noexcept nogil:
+    """Once the index is there, the entry it names at the hash's home."""
+    cdef uint64_t word = r.host_index[entry_home(r, hash)]
+    if word != EMPTY:
+        prefetch(&r.host_entries[row_in(word)])
+
+
 cdef void entry_index(rank_t* r, int32_t row) noexcept nogil:
     cdef int64_t i = entry_home(r, r.host_entries[row].hash)
-    while r.host_index[i] != NO_SLOT:
+    while r.host_index[i] != EMPTY:
         i = (i + 1) & r.mask_host
-    r.host_index[i] = row
+    r.host_index[i] = index_word(r.host_entries[row].hash, row)
 
 
 cdef void host_reindex(rank_t* r) noexcept nogil:
     """Fill the index anew, after it was enlarged or restored."""
     cdef int64_t i
     for i in range(r.mask_host + 1):
-        r.host_index[i] = NO_SLOT
+        r.host_index[i] = EMPTY
     for i in range(r.host.entries_used):
         if r.host_entries[i].pins >= 0:
             entry_index(r, <int32_t>i)
@@ -182,18 +207,18 @@ cdef void entry_evict(rank_t* r, int32_t row) noexcept nogil:
     cdef int64_t home
     CHECK(e.pins == 0 and e.transfer == NO_SLOT)
     lru_unlink(r, row)
-    while r.host_index[i] != row:
+    while r.host_index[i] != index_word(e.hash, row):
         i = (i + 1) & mask
     j = i
     while True:
         j = (j + 1) & mask
-        if r.host_index[j] == NO_SLOT:
+        if r.host_index[j] == EMPTY:
             break
-        home = entry_home(r, r.host_entries[r.host_index[j]].hash)
+        home = <int64_t>(r.host_index[j] >> 32) & mask
         if ((j - home) & mask) >= ((j - i) & mask):
             r.host_index[i] = r.host_index[j]
             i = j
-    r.host_index[i] = NO_SLOT
+    r.host_index[i] = EMPTY
     e.hash = 0
     e.epoch = 0
     e.cohort = 0
@@ -210,8 +235,10 @@ cdef void touch_prompt(rank_t* r, int32_t slot) noexcept nogil:
     cdef int32_t row
     cdef int64_t i = prompt_blocks(r, slot) - 1
     while i >= 0:
+        if i >= 16:
+            entry_prefetch(r, hashes[i - 16])
         if i >= 8:
-            entry_prefetch(r, hashes[i - 8])
+            entry_prefetch_row(r, hashes[i - 8])
         row = host_find(r, hashes[i])
         if row != NO_SLOT:
             e = &r.host_entries[row]
@@ -223,7 +250,8 @@ cdef void touch_prompt(rank_t* r, int32_t slot) noexcept nogil:
         i -= 1
 
 
-# Cohorts are chained through `next` and sorted there: no memory beside the entries.
+# Cohorts are chained through `next`. Short ones are sorted in an array by the upper bits of their hashes, which nearly
+# sorts them; long ones, and those whose hashes are alike, where they are.
 
 cdef int32_t merge_chains(rank_t* r, int32_t a, int32_t b) noexcept nogil:
     cdef host_entry_t* e = r.host_entries
@@ -247,12 +275,70 @@ cdef int32_t merge_chains(rank_t* r, int32_t a, int32_t b) noexcept nogil:
     return head
 
 
+cdef bint sort_beside(rank_t* r, int32_t* head) noexcept nogil:
+    """Sort a chain of entries by hash; false if it is too long or its hashes are too much alike."""
+    cdef uint64_t hashes[MOST_SORTED]
+    cdef int32_t rows[MOST_SORTED]
+    cdef uint64_t placed[MOST_SORTED]
+    cdef int32_t at[MOST_SORTED]
+    cdef int32_t starts[MOST_SORTED + 1]
+    cdef int32_t row = head[0]
+    cdef int64_t n = 0
+    cdef int64_t buckets = 2
+    cdef int shift = 63
+    cdef int64_t i
+    cdef int64_t k
+    cdef uint64_t hash
+    while row != NO_SLOT:
+        if n == MOST_SORTED:
+            return False
+        hashes[n] = r.host_entries[row].hash
+        rows[n] = row
+        n += 1
+        row = r.host_entries[row].next
+    if n < 2:
+        return True
+    while buckets < n:
+        buckets *= 2
+        shift -= 1
+    for k in range(buckets + 1):
+        starts[k] = 0
+    for i in range(n):
+        starts[(hashes[i] >> shift) + 1] += 1
+    for k in range(1, buckets + 1):
+        if starts[k] > MOST_IN_BUCKET:
+            return False
+        starts[k] += starts[k - 1]
+    for i in range(n):
+        k = <int64_t>(hashes[i] >> shift)
+        placed[starts[k]] = hashes[i]
+        at[starts[k]] = rows[i]
+        starts[k] += 1
+    for i in range(1, n):
+        hash = placed[i]
+        row = at[i]
+        k = i
+        while k > 0 and placed[k - 1] > hash:
+            placed[k] = placed[k - 1]
+            at[k] = at[k - 1]
+            k -= 1
+        placed[k] = hash
+        at[k] = row
+    head[0] = at[0]
+    for i in range(n - 1):
+        r.host_entries[at[i]].next = at[i + 1]
+    r.host_entries[at[n - 1]].next = NO_SLOT
+    return True
+
+
 cdef int32_t sort_chain(rank_t* r, int32_t head) noexcept nogil:
     """Sort a chain of entries by hash; chain k of `parts` is empty or holds 2**k of them."""
     cdef int32_t parts[32]
     cdef int32_t chain
     cdef int32_t after
     cdef int k
+    if sort_beside(r, &head):
+        return head
     for k in range(32):
         parts[k] = NO_SLOT
     while head != NO_SLOT:
@@ -409,8 +495,10 @@ cdef void store_request(rank_t* r, int32_t slot, double now_ms) noexcept nogil:
         return
     h.cohort += fits
     for i in range(first, end):
+        if i + 16 < end:
+            entry_prefetch(r, hashes[i + 16])
         if i + 8 < end:
-            entry_prefetch(r, hashes[i + 8])
+            entry_prefetch_row(r, hashes[i + 8])
         entry = host_find(r, hashes[i])
         if entry == NO_SLOT:
             # A copy whose slot is still read for its former content may not be read again.
@@ -489,7 +577,8 @@ cdef void host_observe(rank_t* r) noexcept nogil:
     """After scheduling: prepare stores for the requests of this pass, in running order."""
     cdef const request_t* q
     cdef int64_t i
-    for i in range(r.header.num_running):
+    # Who coasts has nothing left to store.
+    for i in range(r.coast.count, r.header.num_running):
         q = &r.requests[r.running[i]]
         if unlikely(q.host & UNSTORED) and q.stamp == r.header.passes:
             store_request(r, r.running[i], r.p.start_ms)
@@ -530,7 +619,8 @@ cdef int64_t host_headroom(const rank_t* r) noexcept nogil:
     cdef int64_t total = 0
     cdef int64_t i
     cdef int32_t slot
-    for i in range(r.header.num_running):
+    # Who coasts owns what it needs.
+    for i in range(r.coast.count, r.header.num_running):
         q = &r.requests[r.running[i]]
         total += blocks_of(r, q.length) - q.n_blocks
     slot = r.host.connector_head
@@ -617,6 +707,8 @@ cdef void unpin(rank_t* r, const transfer_t* t) noexcept nogil:
     cdef int32_t chain = NO_SLOT
     cdef int64_t i
     for i in range(t.first, t.first + t.count):
+        if i + 8 < t.first + t.count:
+            prefetch(&r.host_entries[r.transfer_blocks[i + 8].entry])
         e = &r.host_entries[r.transfer_blocks[i].entry]
         CHECK(e.pins > 0)
         e.pins -= 1
@@ -674,6 +766,8 @@ cdef bint tick(rank_t* r, double now_ms) noexcept nogil:
             list_remove(r, &h.store_head, &h.store_tail, row)
             chain = NO_SLOT
             for i in range(t.first, t.first + t.count):
+                if i + 8 < t.first + t.count:
+                    prefetch(&r.host_entries[r.transfer_blocks[i + 8].entry])
                 r.host_entries[r.transfer_blocks[i].entry].transfer = NO_SLOT
                 r.host_entries[r.transfer_blocks[i].entry].next = chain
                 chain = r.transfer_blocks[i].entry

@@ -533,6 +533,7 @@ cdef struct pass_t:  # the pass being executed, scratch
     int64_t prefill_kv_tokens
     moments_t decode              # lengths of scheduled decodes
     int64_t scheduled             # requests scheduled
+    int64_t coasting              # requests that emit one token each without standing in `ready`
     int64_t completed
     int64_t visible               # non-rejected signals, and distinct requests among them
     int64_t visible_requests
@@ -541,12 +542,23 @@ cdef struct pass_t:  # the pass being executed, scratch
     double ratio_before           # radix: new-token ratio when the pass began
     int32_t preempted_any
     int32_t num_ready
+    int32_t num_ending            # leading entries of `hits`: who coasted and ends in this pass
     int32_t num_terminal
     int32_t num_retracted
     int32_t deferred              # radix: prefill had to wait
     int32_t out_of_pool           # radix, 1.3: the pool refused what the budgets let pass
     int32_t deferrals             # host tier: requests that went to sleep
     int32_t connector             # host tier: first of the connector queue that was not looked at in this pass
+
+cdef struct coast_t:  # coast.pxd: the leading entries of `running` whose rows stand still
+    int64_t count
+    int64_t sum                   # of their lengths now, and of the squares
+    int64_t squares
+    int64_t wheel_at              # radix: entry of `wheel` for the next step
+    int32_t tick                  # passes since the first of them joined
+    int32_t next_due              # no entry of `due` is earlier
+    int32_t wanted                # whoever drives the rank lets requests coast
+    int32_t unused
 
 cdef struct request_spec_t:  # layout.REQUEST_SPEC
     uint64_t id_hi
@@ -672,7 +684,7 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     run_t* runs                   # heap of the edges' runs
     host_t* host                  # host tier
     host_entry_t* host_entries
-    int32_t* host_index           # hash -> entry, linear probing
+    uint64_t* host_index          # lower half of a hash and its entry, linear probing; all bits set: empty
     transfer_t* transfers
     transfer_block_t* transfer_blocks
     offload_t* offloads           # by request row
@@ -712,6 +724,10 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int64_t found_uses            # `uses` then
     int64_t uses                  # grows whenever blocks are held or dropped
     int32_t found_of
+    int32_t* due                  # beside `running`: tick at which a coasting request needs something
+    int32_t* since                # by row: tick that the row of a coasting request shows
+    int32_t* hits                 # scratch: entries of `running` that are due
+    int32_t* wheel                # radix: how many of those who coast open a page, by tick modulo the block size
     int64_t num_signals
     int64_t num_rejected
     int64_t num_admissions
@@ -723,6 +739,7 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int32_t want_offload          # keep observations of the host tier
     double command_ms             # host tier: when the command under way is applied
     int32_t grouped               # has siblings: what depends on all of them is done by the driver
+    coast_t coast
     pass_t p
     void* owner                   # RankState, for the callbacks
     grow_fn grow
