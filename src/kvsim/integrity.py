@@ -303,6 +303,12 @@ def _check_findable(state: Any, requests: Any, live: Any, blocks: Any) -> None:
             (findable & ~newer)[found].all() and (blocks["hash"][found] == known[:cached]).all(),
             f"request row {slot} finds a block that is not the oldest copy",
         )
+        remembered, active = state.remembered(slot)
+        _require(
+            len(remembered) <= cached and (remembered == found[: len(remembered)]).all(),
+            f"request row {slot} remembers a block that it would not find",
+        )
+        _same(f"request row {slot}: remembered blocks in use", active, (blocks["refs"][remembered] > 0).sum())
 
 
 # ---------------------------------------------------------------- host tier

@@ -39,6 +39,7 @@ cdef inline void pool_hold(rank_t* r, const int32_t* held, int64_t count) noexce
     cdef block_t* block
     cdef int64_t inactive = 0
     cdef int64_t i
+    r.uses += 1
     for i in range(count):
         block = &r.blocks[held[i]]
         CHECK(block.hashed & FINDABLE)
@@ -89,6 +90,7 @@ cdef inline void pool_drop(rank_t* r, const int32_t* dropped, int64_t count) noe
     cdef int64_t empty = r.header.num_free
     cdef block_t* block
     cdef int32_t b
+    r.uses += 1
     if unlikely(r.header.inactive_tail + count - r.header.inactive_head > mask + 1):
         pool_squeeze(r)
     tail = r.header.inactive_tail
@@ -127,7 +129,6 @@ cdef inline void pool_evict(rank_t* r, int64_t count) noexcept nogil:
     cdef int32_t b
     cdef bint opened = False
     CHECK(count <= r.header.num_inactive)
-    r.found_of = NO_SLOT
     r.header.num_inactive -= count
     while empty < last:
         b = r.inactive[at & mask]

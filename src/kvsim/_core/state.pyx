@@ -29,8 +29,9 @@ from kvsim._core.engine cimport (
     engine_sync, engine_unblock, engine_visible_events, engine_waiting,
 )
 from kvsim._core.host cimport host_find, host_reindex, host_reset
-from kvsim._core.lease cimport prefix_cost
+from kvsim._core.lease cimport lease_remembers
 from kvsim._core.pool cimport pool_active
+from kvsim._core.prefix cimport prefix_find
 from kvsim._core.radix cimport (
     cursor_t, radix_evict, radix_insert, radix_lock, radix_match, radix_match_length, radix_reindex, radix_reset,
     radix_unlock,
@@ -786,13 +787,22 @@ cdef class RankState:
 
     def lookup(self, int32_t slot):
         """Leading blocks of a live request that are findable, in the order of its prompt."""
-        cdef int64_t cached = 0
-        cdef int64_t active = 0
-        prefix_cost(&self.r, slot, &cached, &active)
-        found = np.empty(cached, np.int32)
-        if cached > 0:
-            memcpy(address(found), self.r.found, <size_t>cached * sizeof(int32_t))
-        return found
+        cdef int64_t i
+        cdef int32_t b = NO_BLOCK
+        found = []
+        for i in range(self.r.requests[slot].hashed):
+            b = prefix_find(&self.r, b, self.r.contents[slot].hashes[i])
+            if b == NO_BLOCK:
+                break
+            found.append(b)
+        return np.array(found, np.int32)
+
+    def remembered(self, int32_t slot):
+        """(blocks, how many are in use) that the next lookup of a live request would not look up again."""
+        cdef int64_t i
+        if not lease_remembers(&self.r, slot):
+            return np.empty(0, np.int32), 0
+        return np.array([self.r.found[i] for i in range(self.r.num_found)], np.int32), self.r.found_active
 
     @property
     def num_signals(self):

@@ -717,9 +717,13 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int32_t* burst                # scratch: tokens each of them emits
     int32_t* terminal             # scratch: rows that end without a token
     int32_t* retracted            # scratch: rows that were retracted
-    int32_t* found                # scratch: findable leading blocks of request row `found_of`
+    int32_t* found                # scratch: findable leading blocks of request row `found_of`, see lease_find
     int64_t num_found
-    int32_t found_of              # NO_SLOT: the index has changed since
+    int64_t found_active          # how many of them are in use
+    int64_t found_first           # place in the queue of the first that would be evicted, before it is taken modulo
+    int64_t found_uses            # `uses` then
+    int64_t uses                  # grows whenever blocks are held or dropped
+    int32_t found_of
     int32_t* due                  # beside `running`: tick at which a coasting request needs something
     int32_t* since                # by row: tick that the row of a coasting request shows
     int32_t* hits                 # scratch: entries of `running` that are due
