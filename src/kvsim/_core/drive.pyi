@@ -31,6 +31,7 @@ class Fleet:
         capture_offload: bool = False,
         watch_gauges: bool = False,
         watch_passes: bool = False,
+        coast: bool = True,
     ) -> None: ...
     @property
     def now_ms(self) -> float: ...

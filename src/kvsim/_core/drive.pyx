@@ -14,13 +14,21 @@
 # What a run remembers of a request is not scheduler state: it stands here, in
 # one track row per live request and in the record that becomes the result.
 #
-# Token times are not stored one by one. Each worker keeps the end of each of
-# its passes; a request keeps the passes between which it emitted without a
-# break. When it completes, a difference array over the passes gets +1 where
-# its run of gaps starts and -1 where it ends, so the multiset of all gaps
-# between tokens is the pass lengths weighted by the sums of that array: exact,
-# and O(1) per request. Passes older than every live request are folded into
-# the histogram and forgotten.
+# Token times are not stored one by one. Each rank keeps the ends of the passes
+# in which its requests went on; a request keeps the passes between which it
+# emitted without a break. When it completes, a difference array over the passes
+# gets +1 where its run of gaps starts and -1 where it ends, so the multiset of
+# all gaps between tokens is the times between passes weighted by the sums of
+# that array: exact, and O(1) per request. Passes older than every live request
+# are folded into the histogram and forgotten. Where prefill passes run alone
+# (SGLang) they are not in the log, so they break nobody's run: the token that
+# one gives is a run of its own.
+#
+# Requests that coast emit in every pass of the log and are not looked at. Their
+# tracks are brought up to date by the number of tokens they have. A rank whose
+# requests all coast runs ahead: up to the next last token, and to the first
+# instant at which anything could reach it (`stretch`). Of all these passes the
+# newest is in flight, so whatever comes meanwhile finds what it would have found.
 
 cimport numpy as cnp
 from libc.math cimport INFINITY, NAN, llrint
@@ -33,14 +41,15 @@ from kvsim import layout
 from kvsim._core.engine cimport (
     engine_activate, engine_active, engine_boundary, engine_cancel_destination, engine_cancel_source, engine_deadline,
     engine_drained, engine_emit, engine_events_shown, engine_fail, engine_fail_stuck,
-    engine_internal_work, engine_register_source, engine_release_source, engine_runnable,
-    engine_reserve, engine_reserve_error, engine_retries, engine_retry, engine_schedule, engine_stuck, engine_submit,
-    engine_unblock, engine_visible_events, engine_waiting,
+    engine_internal_work, engine_quiet, engine_register_source, engine_release_source, engine_runnable,
+    engine_reserve, engine_reserve_error, engine_retries, engine_retry, engine_schedule, engine_stretch, engine_stuck,
+    engine_submit,
+    engine_sync, engine_unblock, engine_visible_events, engine_waiting,
 )
 from kvsim._core.signals cimport progressed
 from kvsim._core.state cimport RankState
 from kvsim._core.types cimport (
-    COMPLETED, FAILED, FREE, HELD, HELD_SOURCE, NOT_ADMITTED, NO_REASON, NO_SLOT, PASS_OK, POOL_DECODE, POOL_PREFILL, RADIX,
+    COMPLETED, FAILED, FREE, HAS_TOKEN, HELD, HELD_SOURCE, NOT_ADMITTED, NO_REASON, NO_SLOT, PASS_OK, POOL_DECODE, POOL_PREFILL, RADIX,
     REJECTED, RUN_CANCELLED, RUN_COMPLETED, RUN_FAILED, RUN_REJECTED, RUN_UNFINISHED, STALLED, admission_t, content_t, event_block_t, event_t, handoff_record_t, header_t, likely, rank_t,
     request_record_t, request_spec_t, run_t, signal_t, unlikely,
 )
@@ -73,9 +82,10 @@ cdef struct note_t:
 
 cdef struct track_t:  # a live request of a run, by its row in the rank
     int64_t row                   # index in the records
-    int64_t first_pass            # first pass in which it emitted, -1: none
+    int64_t first_pass            # first logged pass in which it emitted, -1: none
     int64_t start                 # first pass of the unbroken run of emissions that is open
-    int64_t last                  # last pass in which it emitted
+    int64_t last                  # last pass in which it emitted; UNLOGGED: the run is one token of a prefill pass
+    double start_ms               # end of the first pass of that run
     int64_t emitted               # tokens
     int64_t recomputed            # tokens whose KV was computed again
     int32_t lost                  # tokens whose KV its last preemption took
@@ -88,6 +98,7 @@ cdef struct track_t:  # a live request of a run, by its row in the rank
 cdef struct span_t:  # a closed run of emissions
     int64_t start
     int64_t last
+    double start_ms
     int32_t next
     int32_t unused
 
@@ -98,14 +109,20 @@ cdef struct end_t:  # what a pass that is still in flight did to a request
     int32_t preemptions
     int32_t kind                  # note_kind
     int64_t needed
+    int64_t rank
+
+cdef struct log_t:  # passes of a rank in which requests went on
+    int64_t base                  # number of the first that is kept
+    int64_t count
+    int64_t cap
+    double* ends
+    int64_t* weights              # difference array: requests whose gap to the pass before counts
 
 cdef struct worker_t:
     double busy_until
     int64_t order                 # pool, then number in it
     int64_t first_rank
     int64_t num_ranks
-    int64_t log_base              # number of the first pass in the log
-    int64_t log_count
     int64_t num_ends              # of the pass in flight
     int64_t prefill_tokens        # of the pass in flight
     int64_t num_ranks_run         # of the pass in flight
@@ -210,8 +227,9 @@ cdef enum:
     MOST_ROUNDS = 1_000_000
     # Preempting passes without a token in between, after which requests are held to preempt each other for ever.
     MOST_BARREN = 1000
+    UNLOGGED = -2
 
-# Passes kept per worker before they are folded, and the growth of that window.
+# Passes kept per rank before they are folded, and the growth of that window.
 DEF WINDOW = 16384
 
 
@@ -223,6 +241,16 @@ cdef inline bint lands_before(double end_ms, int64_t row, const transfer_t* othe
 cdef inline bint counts_down(const rank_t* r) noexcept nogil:
     """Whether a prefill interval is not over (spec/sglang.md section 6.7)."""
     return r.config.engine == RADIX and r.radix.countdown > 0
+
+
+cdef inline void catch_up(track_t* t, int64_t generated) noexcept nogil:
+    """A request coasted: behind the last pass that was followed it emitted a token in each logged one, up to `generated`."""
+    cdef int64_t missed = generated - t.emitted
+    # A burst of speculative decoding is followed as it happens, and never coasts.
+    if missed > 0 and t.last >= 0:
+        t.last += missed
+        t.emitted = generated
+        t.burst = 1
 
 
 cdef class Fleet:
@@ -242,6 +270,9 @@ cdef class Fleet:
         Keep `gauges` and count decoded tokens.
     watch_passes : bool
         Keep the newest forward-pass metrics of each rank for `take_fpm`, too.
+    coast : bool
+        Let plain decodes stand still in their rows (see `coast.pxd`). Without, every pass goes through
+        every request; tests compare the two.
 
     Notes
     -----
@@ -283,12 +314,8 @@ cdef class Fleet:
     cdef int64_t* track_caps
     cdef list _log_memory
     cdef list _log_weights
-    cdef double** log_ends
-    cdef int64_t** log_weights
-    cdef object _log_pointers
-    cdef object _weight_pointers
-    cdef object _log_caps
-    cdef int64_t* log_caps
+    cdef object _log_rows
+    cdef log_t* logs              # by rank
     cdef list _carry
     cdef list _end_memory
     cdef object _end_pointers
@@ -319,6 +346,11 @@ cdef class Fleet:
     cdef bint has_host            # some worker has a host tier
     cdef bint watch_gauges
     cdef bint watch_passes
+    cdef bint coast
+    cdef bint led                 # what happens in a worker may come to matter to others
+    cdef double stop_ms           # until when the present call lets time pass
+    cdef double ahead_ms          # latest start of a pass that ran ahead of the clock
+    cdef int64_t num_stretched    # passes of the last drive
     cdef object _gauges
     cdef gauge_t* gauge_rows
     cdef dict _fpm_open
@@ -397,7 +429,7 @@ cdef class Fleet:
     cdef object error
 
     def __init__(self, records, histogram, *, handoffs=None, capture_admissions=False, capture_outputs=False,
-                 record_passes=False, capture_offload=False, watch_gauges=False, watch_passes=False):
+                 record_passes=False, capture_offload=False, watch_gauges=False, watch_passes=False, coast=True):
         self._states = []
         self._records = records
         self.records = <request_record_t*>cnp.PyArray_DATA(<cnp.ndarray>records)
@@ -412,13 +444,17 @@ cdef class Fleet:
         self.capture_offload = capture_offload
         self.watch_gauges = watch_gauges or watch_passes
         self.watch_passes = watch_passes
+        # A captured output tells each token.
+        self.coast = coast and not capture_outputs
+        self.led = False
+        self.stop_ms = self.ahead_ms = -INFINITY
         self._fpm_open, self._fpm = {}, {}
         self._tracks, self._end_memory, self._log_memory, self._log_weights = [], [], [], []
-        # Per worker: weight that runs on into the window, and the end of the pass before it.
+        # Per rank: weight that runs on into the window, and the end of the pass before it.
         self._carry = []
         self._rank_memory = self._rank_workers = self._track_pointers = self._track_caps = self._gauges = None
         self._worker_memory = self._heap = self._todo = self._idle = None
-        self._end_pointers = self._end_caps = self._log_pointers = self._weight_pointers = self._log_caps = None
+        self._end_pointers = self._end_caps = self._log_rows = None
         self._reserve_workers(4)
         self._reserve_ranks(4)
         self.span_free = -1
@@ -476,19 +512,23 @@ cdef class Fleet:
             self.ranks[first + i] = (<RankState>state).bind()
             self.ranks[first + i].grouped = len(states) > 1
             self.ranks[first + i].want_firsts = self.note_firsts
+            self.ranks[first + i].coast.wanted = self.coast
             self.ranks[first + i].want_offload = self.capture_offload
             self.has_host |= self.ranks[first + i].config.host != 0
+            # Others are tried again whenever something ends.
+            self.led |= pool != 0 or self.ranks[first + i].config.ask_admission != 0
             self.rank_workers[first + i] = w
             memset(&self.gauge_rows[first + i], 0, sizeof(gauge_t))
+            self._log_memory.append(None)
+            self._log_weights.append(None)
+            self._carry.append((0, 0.0))
+            memset(&self.logs[first + i], 0, sizeof(log_t))
+            self._grow_log(first + i, 1024)
         self.num_ranks += len(states)
         self._end_memory.append(None)
         self.ends[w] = NULL
         self.end_caps[w] = 0
-        self._log_memory.append(None)
-        self._log_weights.append(None)
-        self._carry.append((0, 0.0))
         self.num_workers += 1
-        self._grow_log(w, 1024)
         return w, first
 
     def remove_worker(self, int64_t w):
@@ -497,15 +537,16 @@ cdef class Fleet:
         cdef int64_t i
         if not worker.live or worker.busy:
             raise ValueError(f"worker {w} is busy or already removed")
-        self.fold(w)
         worker.live = 0
         for i in range(worker.first_rank, worker.first_rank + worker.num_ranks):
+            self.fold(i)
+            self._log_memory[i] = self._log_weights[i] = None
             self._states[i] = None
             self._tracks[i] = None
             self.ranks[i] = NULL
             self.tracks[i] = NULL
             self.track_caps[i] = 0
-        self._log_memory[w] = self._log_weights[w] = self._end_memory[w] = None
+        self._end_memory[w] = None
 
     def note(self, bint ends, bint firsts):
         """Whether to return at the instants at which requests end, and emit their first token."""
@@ -579,18 +620,12 @@ cdef class Fleet:
         self._idle = _longer(self._idle, cap, np.int32)
         self._end_pointers = _longer(self._end_pointers, cap, np.uintp)
         self._end_caps = _longer(self._end_caps, cap, np.int64)
-        self._log_pointers = _longer(self._log_pointers, cap, np.uintp)
-        self._weight_pointers = _longer(self._weight_pointers, cap, np.uintp)
-        self._log_caps = _longer(self._log_caps, cap, np.int64)
         self.workers = <worker_t*>cnp.PyArray_DATA(<cnp.ndarray>self._worker_memory)
         self.heap = <int32_t*>cnp.PyArray_DATA(<cnp.ndarray>self._heap)
         self.todo = <int32_t*>cnp.PyArray_DATA(<cnp.ndarray>self._todo)
         self.idle = <int32_t*>cnp.PyArray_DATA(<cnp.ndarray>self._idle)
         self.ends = <end_t**>cnp.PyArray_DATA(<cnp.ndarray>self._end_pointers)
         self.end_caps = <int64_t*>cnp.PyArray_DATA(<cnp.ndarray>self._end_caps)
-        self.log_ends = <double**>cnp.PyArray_DATA(<cnp.ndarray>self._log_pointers)
-        self.log_weights = <int64_t**>cnp.PyArray_DATA(<cnp.ndarray>self._weight_pointers)
-        self.log_caps = <int64_t*>cnp.PyArray_DATA(<cnp.ndarray>self._log_caps)
         self.worker_cap = cap
 
     def _reserve_ranks(self, int64_t cap):
@@ -598,6 +633,8 @@ cdef class Fleet:
         self._rank_workers = _longer(self._rank_workers, cap, np.int32)
         self._track_pointers = _longer(self._track_pointers, cap, np.uintp)
         self._track_caps = _longer(self._track_caps, cap, np.int64)
+        self._log_rows = _longer(self._log_rows, cap * sizeof(log_t), np.uint8)
+        self.logs = <log_t*>cnp.PyArray_DATA(<cnp.ndarray>self._log_rows)
         gauges = np.zeros((cap, sizeof(gauge_t) // 8), np.int64)
         if self._gauges is not None:
             gauges[:len(self._gauges)] = self._gauges
@@ -615,17 +652,17 @@ cdef class Fleet:
         self.notes = <note_t*>cnp.PyArray_DATA(<cnp.ndarray>self._notes)
         return 0
 
-    def _grow_log(self, int64_t w, int64_t cap):
-        """Room for `cap` passes in the window of worker `w`."""
+    def _grow_log(self, int64_t rank, int64_t cap):
+        """Room for `cap` passes in the window of a rank."""
         ends = np.zeros(cap, np.float64)
         weights = np.zeros(cap + 2, np.int64)
-        if self._log_memory[w] is not None:
-            ends[:len(self._log_memory[w])] = self._log_memory[w]
-            weights[:len(self._log_weights[w])] = self._log_weights[w]
-        self._log_memory[w], self._log_weights[w] = ends, weights
-        self.log_ends[w] = <double*>cnp.PyArray_DATA(<cnp.ndarray>ends)
-        self.log_weights[w] = <int64_t*>cnp.PyArray_DATA(<cnp.ndarray>weights)
-        self.log_caps[w] = cap
+        if self._log_memory[rank] is not None:
+            ends[:len(self._log_memory[rank])] = self._log_memory[rank]
+            weights[:len(self._log_weights[rank])] = self._log_weights[rank]
+        self._log_memory[rank], self._log_weights[rank] = ends, weights
+        self.logs[rank].ends = <double*>cnp.PyArray_DATA(<cnp.ndarray>ends)
+        self.logs[rank].weights = <int64_t*>cnp.PyArray_DATA(<cnp.ndarray>weights)
+        self.logs[rank].cap = cap
 
     def _grow_spans(self):
         cap = max(1024, 2 * self.span_cap)
@@ -655,10 +692,12 @@ cdef class Fleet:
     cdef int make_room(self, int64_t w) except -1:
         """Before a pass of worker `w`: room for all it can end, begin, log and break up."""
         cdef int64_t live = self.live_requests(w)
+        cdef int64_t rank
         if self.end_caps[w] < self.workers[w].num_ends + 2 * live:
             self.reserve_ends(w, 2 * (self.workers[w].num_ends + 2 * live))
-        if self.workers[w].log_count >= self.log_caps[w]:
-            self.fold(w)
+        for rank in range(self.workers[w].first_rank, self.workers[w].first_rank + self.workers[w].num_ranks):
+            if self.logs[rank].count >= self.logs[rank].cap:
+                self.fold(rank)
         while self.span_cap - self.span_used < live:
             self._grow_spans()
         if self.odd_cap - self.odd_count < self.span_used + live:
@@ -671,8 +710,11 @@ cdef class Fleet:
 
     cdef bint has_room(self, int64_t w) noexcept nogil:
         cdef int64_t live = self.live_requests(w)
+        cdef int64_t rank
+        for rank in range(self.workers[w].first_rank, self.workers[w].first_rank + self.workers[w].num_ranks):
+            if self.logs[rank].count >= self.logs[rank].cap:
+                return False
         return (self.end_caps[w] >= self.workers[w].num_ends + 2 * live
-                and self.workers[w].log_count < self.log_caps[w]
                 and self.span_cap - self.span_used >= live
                 and self.odd_cap - self.odd_count >= self.span_used + live)
 
@@ -714,29 +756,29 @@ cdef class Fleet:
             self.odd_count = 0
         return 0
 
-    cdef int fold(self, int64_t w) except -1:
-        """Move passes that no live request refers to from the window of `w` into the histogram."""
-        cdef worker_t* worker = &self.workers[w]
-        cdef int64_t oldest = worker.log_base + worker.log_count
+    cdef int fold(self, int64_t rank) except -1:
+        """Move passes that no live request refers to from the window of a rank into the histogram."""
+        cdef int64_t w = self.rank_workers[rank]
+        cdef log_t* log = &self.logs[rank]
+        cdef int64_t oldest = log.base + log.count
         cdef int64_t i
         cdef int64_t slot
         cdef int64_t count
         cdef const track_t* t
-        for i in range(worker.first_rank, worker.first_rank + worker.num_ranks):
-            for slot in range(min(self.ranks[i].header.high_water, self.track_caps[i])):
-                if self.ranks[i].requests[slot].status != 0:
-                    t = &self.tracks[i][slot]
-                    if t.first_pass >= 0 and t.first_pass < oldest:
-                        oldest = t.first_pass
-        for i in range(worker.num_ends):
+        for slot in range(min(self.ranks[rank].header.high_water, self.track_caps[rank])):
+            if self.ranks[rank].requests[slot].status != 0:
+                t = &self.tracks[rank][slot]
+                if t.first_pass >= 0 and t.first_pass < oldest:
+                    oldest = t.first_pass
+        for i in range(self.workers[w].num_ends):
             t = &self.ends[w][i].track
-            if t.first_pass >= 0 and t.first_pass < oldest:
+            if self.ends[w][i].rank == rank and t.first_pass >= 0 and t.first_pass < oldest:
                 oldest = t.first_pass
-        count = oldest - worker.log_base
+        count = oldest - log.base
         if count > 0:
-            weight, before = self._carry[w]
-            ends = self._log_memory[w]
-            weights = self._log_weights[w]
+            weight, before = self._carry[rank]
+            ends = self._log_memory[rank]
+            weights = self._log_weights[rank]
             # Piece by piece: the temporary arrays stay small however long the window is.
             for first in range(0, count, WINDOW):
                 last = min(first + WINDOW, count)
@@ -746,15 +788,15 @@ cdef class Fleet:
                 if used.any():
                     self._histogram.add(np.rint(gaps[used] * 1e6).astype(np.int64), running[used])
                 weight, before = int(running[len(running) - 1]), float(ends[last - 1])
-            self._carry[w] = (weight, before)
-            left = worker.log_count - count
-            ends[:left] = ends[count:worker.log_count].copy()
-            weights[:left + 2] = weights[count:worker.log_count + 2].copy()
+            self._carry[rank] = (weight, before)
+            left = log.count - count
+            ends[:left] = ends[count:log.count].copy()
+            weights[:left + 2] = weights[count:log.count + 2].copy()
             weights[left + 2:] = 0
-            worker.log_base += count
-            worker.log_count = left
-        if 2 * worker.log_count > self.log_caps[w] or self.log_caps[w] < WINDOW:
-            self._grow_log(w, max(WINDOW, 2 * self.log_caps[w]))
+            log.base += count
+            log.count = left
+        if 2 * log.count > log.cap or log.cap < WINDOW:
+            self._grow_log(rank, max(WINDOW, 2 * log.cap))
         return 0
 
     # ------------------------------------------------------------ what enters
@@ -1034,11 +1076,23 @@ cdef class Fleet:
 
     # ------------------------------------------------------------ one pass
 
+    cdef inline int64_t log_end(self, int64_t rank, double end_ms) noexcept nogil:
+        """Log the pass of a rank if requests went on in it: its number, UNLOGGED if none did."""
+        cdef const rank_t* r = self.ranks[rank]
+        cdef log_t* log = &self.logs[rank]
+        if r.p.num_ready + r.p.coasting == 0 or (
+                r.config.engine == RADIX and not r.config.legacy and r.p.admitted > 0):
+            return UNLOGGED
+        log.ends[log.count] = end_ms
+        log.count += 1
+        return log.base + log.count - 1
+
     cdef void follow(self, int64_t w, int64_t rank, double now_ms, double end_ms) noexcept nogil:
-        """After a rank emitted in the newest logged pass of worker `w`: admissions, token times, ends."""
+        """After a rank of worker `w` emitted: admissions, token times, ends."""
         cdef rank_t* r = self.ranks[rank]
         cdef worker_t* worker = &self.workers[w]
-        cdef int64_t number = worker.log_base + worker.log_count - 1
+        cdef bint hidden = worker.pool == POOL_PREFILL
+        cdef int64_t number = UNLOGGED if hidden else self.log_end(rank, end_ms)
         cdef track_t* tracks = self.tracks[rank]
         cdef track_t* t
         cdef request_record_t* record
@@ -1050,7 +1104,6 @@ cdef class Fleet:
         cdef int64_t i
         cdef int64_t n
         cdef int32_t at
-        cdef bint hidden = worker.pool == POOL_PREFILL
         for i in range(r.num_pressures):
             tracks[r.pressures[i].slot].lost = r.pressures[i].computed
         for i in range(r.num_admissions):
@@ -1077,20 +1130,28 @@ cdef class Fleet:
                     if a.reused > halves.decode_reused_tokens:
                         halves.decode_reused_tokens = a.reused
         # The token of a prefill half is never shown: its request goes on elsewhere.
+        if self.coast and not hidden and r.config.nextn == 0:
+            # Rows of requests that ended are gone, so their signals say how many tokens they had.
+            for i in range(r.num_signals):
+                s = &r.signals[i]
+                if s.flags & COMPLETED:
+                    catch_up(&tracks[s.slot], s.generated - (s.flags & HAS_TOKEN != 0))
         for i in range(0 if hidden else r.p.num_ready):
             n = r.burst[i]
             if n == 0:
                 continue
             t = &tracks[r.ready[i]]
+            if self.coast:
+                catch_up(t, r.requests[r.ready[i]].generated - n)
             if likely(t.last == number - 1 and t.emitted > 1 and n == 1):
                 t.last = number
                 t.emitted += 1
                 t.burst = 1
                 continue
-            if t.last < 0:
-                t.first_pass = number
+            if t.emitted == 0:
                 t.start = number
-            elif t.last != number - 1:
+                t.start_ms = end_ms
+            elif t.last != number - 1 or number < 0:
                 if self.span_free >= 0:
                     at = self.span_free
                     self.span_free = self.spans[at].next
@@ -1100,9 +1161,13 @@ cdef class Fleet:
                 span = &self.spans[at]
                 span.start = t.start
                 span.last = t.last
+                span.start_ms = t.start_ms
                 span.next = t.spans
                 t.spans = at
                 t.start = number
+                t.start_ms = end_ms
+            if t.first_pass < 0 and number >= 0:
+                t.first_pass = number
             t.last = number
             t.burst = <int32_t>n
             t.zero_gaps += <int32_t>(n - 1)
@@ -1131,17 +1196,19 @@ cdef class Fleet:
             else:
                 continue
             e.track = t[0]
+            e.rank = rank
             worker.num_ends += 1
 
-    cdef inline double pass_end(self, int64_t w, int64_t number) noexcept nogil:
-        return self.log_ends[w][number - self.workers[w].log_base]
+    cdef inline double run_end(self, int64_t rank, int64_t last, double start_ms) noexcept nogil:
+        """When the last token of a run of emissions came."""
+        return start_ms if last < 0 else self.logs[rank].ends[last - self.logs[rank].base]
 
-    cdef inline void weigh(self, int64_t w, int64_t start, int64_t last) noexcept nogil:
+    cdef inline void weigh(self, int64_t rank, int64_t start, int64_t last) noexcept nogil:
         """The gaps of passes start+1 .. last count once more."""
-        cdef int64_t base = self.workers[w].log_base
+        cdef log_t* log = &self.logs[rank]
         if last > start:
-            self.log_weights[w][start + 1 - base] += 1
-            self.log_weights[w][last + 1 - base] -= 1
+            log.weights[start + 1 - log.base] += 1
+            log.weights[last + 1 - log.base] -= 1
 
     cdef void settle_end(self, int64_t w, const end_t* e, double end_ms) noexcept nogil:
         """Write the record of a request that ended, and count its gaps if it completed."""
@@ -1149,7 +1216,8 @@ cdef class Fleet:
         cdef request_record_t* record = &self.records[t.row]
         cdef int32_t at = t.spans
         cdef int32_t after
-        cdef int64_t start = t.start
+        cdef double start_ms = t.start_ms
+        cdef const span_t* span
         cdef note_t* n
         record.terminal_ms = end_ms
         record.status = e.status
@@ -1159,17 +1227,19 @@ cdef class Fleet:
         record.output_tokens = t.emitted
         record.recomputed_tokens += t.recomputed
         if t.emitted > 0:
-            record.last_token_ms = self.pass_end(w, t.last)
+            record.last_token_ms = self.run_end(e.rank, t.last, t.start_ms)
             if e.status == RUN_COMPLETED:
-                self.weigh(w, t.start, t.last)
+                self.weigh(e.rank, t.start, t.last)
                 self.zero_gaps += t.zero_gaps
         while at >= 0:
+            span = &self.spans[at]
             if e.status == RUN_COMPLETED:
-                self.weigh(w, self.spans[at].start, self.spans[at].last)
-                self.odd[self.odd_count] = llrint((self.pass_end(w, start) - self.pass_end(w, self.spans[at].last)) * 1e6)
+                self.weigh(e.rank, span.start, span.last)
+                self.odd[self.odd_count] = llrint(
+                    (start_ms - self.run_end(e.rank, span.last, span.start_ms)) * 1e6)
                 self.odd_count += 1
-            start = self.spans[at].start
-            after = self.spans[at].next
+            start_ms = span.start_ms
+            after = span.next
             self.spans[at].next = self.span_free
             self.span_free = at
             at = after
@@ -1287,6 +1357,44 @@ cdef class Fleet:
             self._fpm[rank] = (self.workers[w].busy_until, duration_ms, fpm)
         return 0
 
+    cdef double horizon(self) noexcept nogil:
+        """The first instant at which something could reach a worker that is about to start a pass."""
+        cdef double next_ms = self.stop_ms
+        if self.watch_gauges or self.record_passes or self.idle_count > 0:
+            return -INFINITY
+        if self.feed_at < self.feed_count and self.feed_cap == 0 and self.feed_times[self.feed_at] < next_ms:
+            next_ms = self.feed_times[self.feed_at]
+        if self.led or self.note_ends or self.note_firsts or self.feed_cap > 0:
+            # What ends elsewhere may send something here.
+            if self.todo_count > 0:
+                return -INFINITY
+            if self.heap_count > 0 and self.workers[self.heap[0]].busy_until < next_ms:
+                next_ms = self.workers[self.heap[0]].busy_until
+        return next_ms
+
+    cdef bint stretch(self, int64_t w, double now_ms) noexcept nogil:
+        """Passes of a quiet worker of one rank, the newest of which is in flight; false if it has to go step by step."""
+        cdef worker_t* worker = &self.workers[w]
+        cdef log_t* log = &self.logs[worker.first_rank]
+        cdef int64_t n
+        if not engine_quiet(self.ranks[worker.first_rank]) or worker.pool == POOL_PREFILL:
+            return False
+        n = engine_stretch(
+            self.ranks[worker.first_rank], now_ms, self.horizon(), log.ends + log.count, log.cap - log.count)
+        if n == 0:
+            return False
+        log.count += n
+        if n > 1 and log.ends[log.count - 2] > self.ahead_ms:
+            self.ahead_ms = log.ends[log.count - 2]
+        self.passes += n - 1
+        self.num_stretched = n
+        worker.busy_until = log.ends[log.count - 1]
+        worker.busy = 1
+        worker.barren = 0
+        worker.num_ranks_run = 1
+        worker.prefill_tokens = 0
+        return True
+
     cdef int drive(self, int64_t w, double now_ms) noexcept nogil:
         """Start a pass of an idle worker.
 
@@ -1306,6 +1414,9 @@ cdef class Fleet:
         cdef int64_t last = first + worker.num_ranks
         if unlikely(worker.barren > MOST_BARREN) and self.break_livelock(w, now_ms):
             return 2
+        if worker.num_ranks == 1 and self.stretch(w, now_ms):
+            return 1
+        self.num_stretched = 1
         for i in range(first, last):
             work |= engine_runnable(self.ranks[i])
         for i in range(first, last):
@@ -1324,8 +1435,6 @@ cdef class Fleet:
                 end_ms = r.p.end_ms
         if not ran:
             return 4
-        self.log_ends[w][worker.log_count] = end_ms
-        worker.log_count += 1
         worker.prefill_tokens = 0
         worker.num_ranks_run = 0
         for i in range(first, last):
@@ -1356,7 +1465,6 @@ cdef class Fleet:
             return 1
         if progress:
             return 2
-        worker.log_count -= 1
         # A pass without effect ends like any other for the ranks that ran, not for their idle siblings.
         for i in range(first, last):
             if self.ranks[i].p.num_ready >= 0:
@@ -1472,6 +1580,7 @@ cdef class Fleet:
                 self._passes = _enlarged(self._passes, self.pass_count + 1)
             for i in range(r.p.num_ready):
                 tokens += r.burst[i]
+            tokens += r.p.coasting
             self._passes[self.pass_count] = (
                 now_ms, end_ms, worker, dp_rank, *state.fpm(), engine_active(r), h.num_inactive, h.num_running,
                 h.num_waiting, tokens)
@@ -1652,7 +1761,7 @@ cdef class Fleet:
                 return -1
             if result == 1:
                 self.heap_push(w)
-                budget[0] -= 1
+                budget[0] -= self.num_stretched
             elif result == 2:
                 self.complete(w)
                 budget[0] -= 1
@@ -1667,13 +1776,22 @@ cdef class Fleet:
                     self.idle_count += 1
         return 0
 
+    cdef void catch_clock(self) noexcept nogil:
+        """Nothing is left before the end of a call: passes that ran ahead of the clock are the last that happened."""
+        if self.ahead_ms > self.now_ms:
+            self.now_ms = self.ahead_ms
+
     cdef int loop(self, double until_ms, double cap_ms, bint hold, int64_t slice_passes) noexcept nogil:
         cdef double next_ms
         cdef int64_t budget = slice_passes
+        cdef int result
         while self.now_ms < until_ms:
             self.feed()
             self.ended = False
-            if self.start_passes(&budget) < 0:
+            self.stop_ms = min(until_ms, cap_ms)
+            result = self.start_passes(&budget)
+            self.stop_ms = -INFINITY
+            if result < 0:
                 return STOP_FAILED
             if self.note_count > 0:
                 return STOP_STARTING
@@ -1681,12 +1799,15 @@ cdef class Fleet:
                 continue
             next_ms = self.next_event()
             if next_ms > cap_ms and until_ms > cap_ms and (next_ms < INFINITY or until_ms < INFINITY):
+                self.catch_clock()
                 return STOP_CAP
             if next_ms > until_ms or next_ms == INFINITY:
+                self.catch_clock()
                 if until_ms < INFINITY and not hold:
                     self.advance(until_ms)
                 return STOP_UNTIL
             if next_ms == until_ms and hold:
+                self.catch_clock()
                 return STOP_UNTIL
             if budget <= 0:
                 return STOP_SLICE
@@ -2253,6 +2374,7 @@ cdef class Fleet:
             if next_ms == INFINITY:
                 return STOP_STUCK
             if next_ms > cap_ms:
+                self.catch_clock()
                 return STOP_CAP
             status = self.loop(until_ms, cap_ms, False, slice_passes)
             if status == STOP_FAILED or status == STOP_CAP:
@@ -2274,7 +2396,7 @@ cdef class Fleet:
         cdef int64_t w
         cdef int64_t i
         cdef int64_t slot
-        cdef const track_t* t
+        cdef track_t* t
         cdef request_record_t* record
         now = self.now_ms
         for w in range(self.num_workers):
@@ -2284,17 +2406,20 @@ cdef class Fleet:
                 if self.ends[w][i].kind != NOTE_FIRST:
                     # Of a pass that never ended: what it showed is not there.
                     self.records[self.ends[w][i].track.row].preemptions += self.ends[w][i].preemptions
-                    self.leave(w, &self.ends[w][i].track, now)
+                    self.leave(w, self.ends[w][i].rank, &self.ends[w][i].track, now)
             self.workers[w].num_ends = 0
             for i in range(self.workers[w].first_rank, self.workers[w].first_rank + self.workers[w].num_ranks):
+                engine_sync(self.ranks[i])
                 for slot in range(min(self.ranks[i].header.high_water, self.track_caps[i])):
                     # What a held source did was written when it was held.
                     if self.ranks[i].requests[slot].status not in (FREE, HELD_SOURCE):
                         t = &self.tracks[i][slot]
+                        if self.coast and self.workers[w].pool != POOL_PREFILL:
+                            catch_up(t, self.ranks[i].requests[slot].generated)
                         self.records[t.row].preemptions += self.ranks[i].requests[slot].preemptions
-                        self.leave(w, t, now)
-                        self.tracks[i][slot].first_pass = -1
-            self.fold(w)
+                        self.leave(w, i, t, now)
+                        t.first_pass = -1
+                self.fold(i)
         self.flush_odd()
         if self.zero_gaps:
             self._histogram.add(np.zeros(1, np.int64), np.array([self.zero_gaps], np.int64))
@@ -2308,29 +2433,31 @@ cdef class Fleet:
             outputs = outputs[np.argsort(outputs["at_ms"], kind="stable")]
         return admissions, outputs, passes[passes["end_ms"] <= now]
 
-    cdef void leave(self, int64_t w, const track_t* t, double now_ms) noexcept:
+    cdef void leave(self, int64_t w, int64_t rank, const track_t* t, double now_ms) noexcept:
         """Write the record of a request that did not end, without what lies beyond the end of the run."""
         cdef request_record_t* record = &self.records[t.row]
-        cdef int64_t last = t.last
+        cdef double last_ms = self.run_end(rank, t.last, t.start_ms)
+        cdef const span_t* span
         record.recomputed_tokens += t.recomputed
         if self.workers[w].pool == POOL_PREFILL:
             return
         record.output_tokens = t.emitted
         if t.emitted == 0:
             return
-        if self.pass_end(w, last) > now_ms:
+        if last_ms > now_ms:
             # Only the newest pass can be in flight: the emission before it, if any, is visible.
             record.output_tokens -= t.burst
-            if t.start < last:
-                last -= 1
+            if t.start < t.last:
+                last_ms = self.run_end(rank, t.last - 1, t.start_ms)
             elif t.spans >= 0:
-                last = self.spans[t.spans].last
+                span = &self.spans[t.spans]
+                last_ms = self.run_end(rank, span.last, span.start_ms)
             if record.first_token_ms > now_ms:
                 record.first_token_ms = NAN
             if record.second_token_ms > now_ms:
                 record.second_token_ms = NAN
         if record.output_tokens > 0:
-            record.last_token_ms = self.pass_end(w, last)
+            record.last_token_ms = last_ms
 
 
 def _longer(array, n, dtype):
