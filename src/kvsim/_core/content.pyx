@@ -122,6 +122,7 @@ cdef extern from *:
 
 cdef enum:
     MAX_RUN_HASHES = 65536  # rows of the table of local hashes of runs: 1 MB
+    DRAWN = 4096  # words of the stream of plans that are made at a time
     LINK_LANES = 4  # chains of hashes that are made at a time
     HEAD_TOKENS = 32  # least tokens that the head of a request stands for (sglang.md section 1.4)
 
@@ -350,14 +351,36 @@ cdef struct workload_t:  # the requests and their tables; rows that have passed 
     const request_spec_t* specs
     const segment_t* segments
     const uint32_t* tokens
-    const uint32_t* planned
+    const uint32_t* planned  # NULL: the words of a random stream
+    uint32_t[8] plan_key  # of that stream
+    uint32_t* words  # DRAWN of its words, from number `first_word` on
+    int64_t first_word
     int64_t n
     int64_t n_segments
     int64_t n_tokens
     int64_t n_planned
 
 
-cdef void chain_request(chain_t* chain, const workload_t* work, int64_t index, int64_t max_tokens) noexcept nogil:
+cdef void chain_drawn(chain_t* chain, workload_t* work, int64_t position, int64_t n) noexcept nogil:
+    """Feed words position, position + 1, ... of the stream of plans, as far as needed."""
+    cdef int64_t take
+    cdef int64_t made
+    n = n if n < chain.left else chain.left
+    while n > 0:
+        if not work.first_word <= position < work.first_word + DRAWN:
+            work.first_word = position - position % 16
+            made = stream_blocks(work.plan_key, <uint64_t> work.first_word // 16, DRAWN // 16, work.words)
+            while made < DRAWN // 16:
+                rng_block(work.plan_key, <uint64_t> (work.first_word // 16 + made), work.words + 16 * made)
+                made += 1
+        take = work.first_word + DRAWN - position
+        take = take if take < n else n
+        chain_tokens(chain, work.words + (position - work.first_word), take)
+        position += take
+        n -= take
+
+
+cdef void chain_request(chain_t* chain, workload_t* work, int64_t index, int64_t max_tokens) noexcept nogil:
     """Append the blocks of one request."""
     cdef const request_spec_t* spec = &work.specs[index]
     cdef int64_t left_input = spec.input_tokens
@@ -373,7 +396,9 @@ cdef void chain_request(chain_t* chain, const workload_t* work, int64_t index, i
             chain_segment(chain, &segment)
             left_input -= segment.length
             row += 1
-    if spec.planned_offset >= 0:
+    if spec.planned_offset >= 0 and work.planned == NULL:
+        chain_drawn(chain, work, spec.planned_offset, spec.max_output_tokens)
+    elif spec.planned_offset >= 0:
         chain_tokens(chain, work.planned + spec.planned_offset, spec.max_output_tokens)
     else:
         chain_synthetic(chain, spec.id_hi, spec.id_lo, spec.max_output_tokens)
@@ -523,20 +548,31 @@ cdef open_workload(
 ):
     """Fill `work`; ValueError if an array has the wrong form or a row points outside a table.
 
-    Returns the first block of each request, and of the end, as an int64 array.
+    Returns the first block of each request, and of the end, as an int64 array, and memory to keep alive.
     """
+    cdef rng_t rng
     _check_array("specs", specs, REQUEST_SPEC)
     _check_array("segments", segments, SEGMENT)
     _check_array("tokens", tokens, _UINT32)
-    _check_array("planned", planned, _UINT32)
+    words = None
+    if isinstance(planned, tuple):
+        rng_seed(&rng, <uint64_t> _check_int("planned", planned[0], 0, 2**64 - 1))
+        memcpy(work.plan_key, rng.key, sizeof(work.plan_key))
+        words = np.empty(DRAWN, dtype=np.uint32)
+        work.planned = NULL
+        work.words = <uint32_t*> data_of(words)
+        work.first_word = -DRAWN
+        work.n_planned = _check_int("planned", planned[1], 0, MAX_TOKENS)
+    else:
+        _check_array("planned", planned, _UINT32)
+        work.planned = <const uint32_t*> data_of(planned)
+        work.n_planned = planned.size
     work.specs = <const request_spec_t*> data_of(specs)
     work.segments = <const segment_t*> data_of(segments)
     work.tokens = <const uint32_t*> data_of(tokens)
-    work.planned = <const uint32_t*> data_of(planned)
     work.n = specs.size
     work.n_segments = segments.size
     work.n_tokens = tokens.size
-    work.n_planned = planned.size
     offsets = np.empty(work.n + 1, dtype=np.int64)
     cdef int64_t* offset = <int64_t*> data_of(offsets)
     cdef check_t found = CHECK_OK
@@ -558,7 +594,7 @@ cdef open_workload(
             offset[i + 1] = total
     if found != CHECK_OK:
         _reject_request(found, i, specs, work)
-    return offsets
+    return offsets, words
 
 
 cdef chain_open(chain_t* chain, int64_t block_size, bint has_blocks, int64_t n_segments, equal_hashes):
@@ -702,8 +738,8 @@ def hash_workload(specs, segments, tokens, planned, block_size, max_tokens, want
         Prompts as runs of tokens.
     tokens : ndarray of uint32, shape (n_tokens,)
         Prompts as token ids.
-    planned : ndarray of uint32, shape (n_planned,)
-        Planned output ids.
+    planned : ndarray of uint32, shape (n_planned,), or (int, int)
+        Planned output ids; or a seed and how many: the words of its random stream (`planned_tokens`).
     block_size : int
         Tokens per block, >= 1.
     max_tokens : int
@@ -732,7 +768,7 @@ def hash_workload(specs, segments, tokens, planned, block_size, max_tokens, want
     cdef workload_t work
     cdef chain_t chain
     cdef int64_t i
-    offsets = open_workload(&work, specs, segments, tokens, planned, size, limit)
+    offsets, words = open_workload(&work, specs, segments, tokens, planned, size, limit)
     total = offsets[work.n]
     hashes = np.empty(total, dtype=np.uint64)
     local = np.empty(total, dtype=np.uint64) if want_local else None
@@ -827,7 +863,7 @@ def runs_workload(specs, segments, tokens, planned, page_size, max_tokens, with_
     cdef int64_t i
     cdef int64_t most = 0
     cdef bint merged = not with_hashes
-    offsets = open_workload(&work, specs, segments, tokens, planned, size, limit)
+    offsets, words = open_workload(&work, specs, segments, tokens, planned, size, limit)
     cdef int64_t* offset = <int64_t*> data_of(offsets)
     if merged:
         with nogil:

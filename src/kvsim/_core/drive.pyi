@@ -63,7 +63,7 @@ class Fleet:
     def set_content(
         self,
         specs: _Rows,  # layout.REQUEST_SPEC
-        planned: _U32,
+        planned: _U32 | None,
         source: Callable[[int, int], _Content],
         pool: int = 0,
     ) -> None: ...

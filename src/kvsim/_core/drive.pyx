@@ -807,8 +807,8 @@ cdef class Fleet:
         Parameters
         ----------
         specs : ndarray of layout.REQUEST_SPEC, shape (n,)
-        planned : ndarray of uint32
-            Output ids.
+        planned : ndarray of uint32 or None
+            Output ids; None if nobody will look at them.
         source : callable
             ``source(first, last)`` gives the content of rows first .. last-1:
             (hashes or None, local hashes or None, runs or None, heads or None,
@@ -823,7 +823,9 @@ cdef class Fleet:
         self._specs, self._planned = specs, planned
         self._sources[pool] = source
         self.specs = <request_spec_t*>cnp.PyArray_DATA(<cnp.ndarray>specs)
-        self.planned = <const uint32_t*>cnp.PyArray_DATA(<cnp.ndarray>planned)
+        self.planned = NULL
+        if planned is not None:
+            self.planned = <const uint32_t*>cnp.PyArray_DATA(<cnp.ndarray>planned)
         self._content[pool] = {}
         self._chunk_memory[pool] = np.zeros((n + CHUNK - 1) // CHUNK * sizeof(chunk_t), np.uint8)
         self.chunks[pool] = <chunk_t*>cnp.PyArray_DATA(<cnp.ndarray>self._chunk_memory[pool])
@@ -935,7 +937,7 @@ cdef class Fleet:
             content.num_hashes = chunk.offsets[at + 1] - first
             if chunk.locals != NULL:
                 content.locals = chunk.locals + first
-        if spec.planned_offset >= 0:
+        if spec.planned_offset >= 0 and self.planned != NULL:
             content.planned = self.planned + spec.planned_offset
 
     cdef void ingest(self, int64_t rank, int64_t row, double arrival_ms) noexcept nogil:

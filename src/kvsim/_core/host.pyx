@@ -20,6 +20,7 @@ from kvsim._core.types cimport (
 cdef enum:
     MOST_SORTED = 1024  # entries that are sorted beside their list
     MOST_IN_BUCKET = 32
+    AHEAD = 8  # places by which the hints of entries lead
 
 cdef uint64_t EMPTY = 0xFFFFFFFFFFFFFFFFULL
 cdef double NOT_TOLD = float("nan")
@@ -163,6 +164,7 @@ cdef int32_t entry_open(rank_t* r, uint64_t hash, int32_t transfer) noexcept nog
     e.pins = 0
     e.prev = NO_SLOT
     e.next = NO_SLOT
+    e.ahead = NO_SLOT
     t.num_entries += 1
     t.num_pending += 1
     entry_index(r, row)
@@ -223,31 +225,86 @@ cdef void entry_evict(rank_t* r, int32_t row) noexcept nogil:
     e.epoch = 0
     e.cohort = 0
     e.pins = -1
+    e.ahead = NO_SLOT
     e.next = r.host.free_entry
     r.host.free_entry = row
     r.host.num_entries -= 1
 
 
-cdef void touch_prompt(rank_t* r, int32_t slot) noexcept nogil:
-    """All prompt blocks of a request that are in the host become recent, the first one most."""
+cdef void lru_move_back(rank_t* r, int32_t first, int32_t last) noexcept nogil:
+    """Move neighbours of the list, in their order, to its end."""
+    cdef host_entry_t* e = r.host_entries
+    cdef host_t* t = r.host
+    cdef int32_t before = e[first].prev
+    cdef int32_t after = e[last].next
+    if after == NO_SLOT:
+        return
+    e[after].prev = before
+    if before == NO_SLOT:
+        t.lru_head = after
+    else:
+        e[before].next = after
+    e[first].prev = t.lru_tail
+    e[t.lru_tail].next = first
+    e[last].next = NO_SLOT
+    t.lru_tail = last
+
+
+cdef void touch_prompt(rank_t* r, int32_t slot, int64_t upto, int64_t own_first, int64_t own_end) noexcept nogil:
+    """All prompt blocks of a request that are in the host become recent, the first one most.
+
+    None from block `upto` on is there, and those from `own_first` to `own_end` are pending. Blocks of a prompt that
+    were touched together mostly are neighbours in the list still, in the order of the walk: those are found without
+    the index, and moved as one.
+    """
     cdef const uint64_t* hashes = r.contents[slot].hashes
+    cdef offload_t* o = &r.offloads[slot]
     cdef host_entry_t* e
+    cdef int32_t recent[AHEAD]
+    cdef int32_t first = NO_SLOT  # neighbours that are to move
+    cdef int32_t last = NO_SLOT
     cdef int32_t row
-    cdef int64_t i = prompt_blocks(r, slot) - 1
+    cdef int64_t count = 0
+    cdef int64_t absent_from = own_end
+    cdef int64_t i = upto - 1
+    cdef int64_t epoch = r.host.epoch
     while i >= 0:
+        if own_first <= i < own_end:
+            i = own_first - 1
+            continue
+        row = NO_SLOT if last == NO_SLOT else r.host_entries[last].next
+        if row != NO_SLOT and r.host_entries[row].hash == hashes[i]:
+            # In the list: neither pending nor read.
+            epoch += 1
+            r.host_entries[row].epoch = epoch
+            last = row
+            i -= 1
+            continue
         if i >= 16:
             entry_prefetch(r, hashes[i - 16])
         if i >= 8:
             entry_prefetch_row(r, hashes[i - 8])
         row = host_find(r, hashes[i])
         if row != NO_SLOT:
+            absent_from = i + 1 if i >= absent_from else absent_from
             e = &r.host_entries[row]
             if e.transfer == NO_SLOT and e.pins == 0:
-                r.host.epoch += 1
-                e.epoch = r.host.epoch
-                lru_unlink(r, row)
-                lru_append(r, row)
+                epoch += 1
+                e.epoch = epoch
+                if count >= AHEAD:
+                    r.host_entries[recent[count % AHEAD]].ahead = row
+                recent[count % AHEAD] = row
+                count += 1
+                if first != NO_SLOT:
+                    lru_move_back(r, first, last)
+                first = row
+                last = row
         i -= 1
+    if first != NO_SLOT:
+        lru_move_back(r, first, last)
+    r.host.epoch = epoch
+    o.looked = r.host.next_transfer
+    o.absent_from = <int32_t>absent_from
 
 
 # Cohorts are chained through `next`. Short ones are sorted in an array by the upper bits of their hashes, which nearly
@@ -327,6 +384,7 @@ cdef bint sort_beside(rank_t* r, int32_t* head) noexcept nogil:
     head[0] = at[0]
     for i in range(n - 1):
         r.host_entries[at[i]].next = at[i + 1]
+        r.host_entries[at[i]].ahead = at[i + AHEAD] if i + AHEAD < n else NO_SLOT
     r.host_entries[at[n - 1]].next = NO_SLOT
     return True
 
@@ -480,10 +538,12 @@ cdef void store_request(rank_t* r, int32_t slot, double now_ms) noexcept nogil:
     cdef int64_t missing = 0
     cdef int64_t held_back = 0
     cdef int64_t victims
+    cdef int64_t looked_end
     cdef int64_t i
     cdef int32_t row
     cdef int32_t entry
     cdef int32_t after
+    cdef bint all_missing
     cdef bint opened = False
     cdef bint fits
     if end > whole:
@@ -525,6 +585,10 @@ cdef void store_request(rank_t* r, int32_t slot, double now_ms) noexcept nogil:
     entry = h.lru_head
     while victims > 0:
         after = r.host_entries[entry].next
+        if r.host_entries[entry].ahead != NO_SLOT:
+            prefetch(&r.host_entries[r.host_entries[entry].ahead])
+        if after != NO_SLOT:
+            entry_prefetch(r, r.host_entries[after].hash)
         if r.host_entries[entry].cohort != r.host.cohort:
             if r.config.emit_events:
                 if not opened:
@@ -538,11 +602,14 @@ cdef void store_request(rank_t* r, int32_t slot, double now_ms) noexcept nogil:
             entry_evict(r, entry)
             victims -= 1
         entry = after
+    # Only stores bring blocks: without one in between, what was absent is.
+    looked_end = whole if o.looked != h.next_transfer else o.absent_from
+    all_missing = missing == end - first
     row = transfer_open(r, slot, STORE, missing)
     content = &r.contents[slot]
     missing = r.transfers[row].first
     for i in range(first, end):
-        if host_find(r, hashes[i]) != NO_SLOT:
+        if not all_missing and host_find(r, hashes[i]) != NO_SLOT:
             continue
         entry = entry_open(r, hashes[i], row)
         block = &r.transfer_blocks[missing]
@@ -561,7 +628,12 @@ cdef void store_request(rank_t* r, int32_t slot, double now_ms) noexcept nogil:
     stored_up_to(r, slot, end)
     observe_transfer(r, STORE_PREPARED, now_ms, row, False)
     observe_transfer(r, STORE_BLOCK_MAPPINGS, now_ms, row, False)
-    touch_prompt(r, slot)
+    if looked_end < end:
+        looked_end = end
+    if all_missing:
+        touch_prompt(r, slot, looked_end, first, end)
+    else:
+        touch_prompt(r, slot, looked_end, 0, 0)
 
 
 cdef void stored_up_to(rank_t* r, int32_t slot, int64_t end) noexcept nogil:
@@ -607,7 +679,7 @@ cdef int host_lookup(rank_t* r, int32_t slot, int64_t base, int64_t* count) noex
         if r.host_entries[row].transfer != NO_SLOT or r.host_entries[row].pins > 0:
             deferred = True
         count[0] += 1
-    touch_prompt(r, slot)
+    touch_prompt(r, slot, whole, 0, 0)
     if count[0] == 0:
         return LOOKUP_MISS
     return LOOKUP_DEFERRED if deferred else LOOKUP_HIT
@@ -875,6 +947,8 @@ cdef void host_open(rank_t* r, int32_t slot) noexcept nogil:
     o.latest_store = NO_SLOT
     o.load = NO_SLOT
     o.device_blocks = -1
+    o.looked = -1
+    o.absent_from = 0
     stored_up_to(r, slot, 0)
 
 

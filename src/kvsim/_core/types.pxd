@@ -359,7 +359,7 @@ cdef struct host_t:  # host tier: its scalars; one row
     int32_t connector_tail
     int32_t span_free[TABLE_CLASSES]  # heads of the free spans of 2**k transfer blocks
 
-cdef struct host_entry_t:  # a block in the host; 40 bytes
+cdef struct host_entry_t:  # a block in the host; 48 bytes
     uint64_t hash
     int64_t epoch                 # recency; equal in a cohort
     int64_t cohort                # stamp of the last cohort it was looked at for
@@ -367,6 +367,8 @@ cdef struct host_entry_t:  # a block in the host; 40 bytes
     int32_t pins                  # loads that read it, -1: row not in use
     int32_t prev                  # LRU list, oldest first
     int32_t next                  # LRU list, or list of unused rows
+    int32_t ahead                 # hint: stood a few places further on in the LRU list once, NO_SLOT: nobody did
+    int32_t unused
 
 cdef struct transfer_t:  # 64 bytes
     int64_t id
@@ -391,12 +393,15 @@ cdef struct transfer_block_t:  # 40 bytes
     int32_t block                 # store: the device block it reads
     int32_t unused
 
-cdef struct offload_t:  # what the host tier knows of a request, by request row; 24 bytes
+cdef struct offload_t:  # what the host tier knows of a request, by request row; 40 bytes
     int64_t progress              # connector queue: asleep as long as `host_t.progress` is this
     int32_t next_store            # leading prompt blocks the host was asked to take, or has
     int32_t latest_store          # row of its newest store, NO_SLOT: none under way
     int32_t load                  # row of its load, NO_SLOT: none under way
     int32_t device_blocks         # leading blocks found on the device when its load was decided; -1: no load waits for admission
+    int64_t looked                # `host_t.next_transfer` when all prompt blocks were looked up last, -1: never
+    int32_t absent_from           # prompt blocks from this one on were not in the host then
+    int32_t unused
 
 cdef struct offload_event_t:  # an observation
     double at_ms

@@ -160,7 +160,8 @@ class Run:
         for kind, adjusted in self.configs.items():
             # Not a bound method: a cycle would keep the arrays of every run until a full garbage collection.
             source = partial(_content_of, workload, adjusted, self._growing)
-            self._fleet.set_content(workload.specs, workload.planned, source, int(kind))
+            # Only captured outputs show their ids.
+            self._fleet.set_content(workload.specs, workload.planned if capture_outputs else None, source, int(kind))
         self.ranks: list[SchedulerRank] = []
         self._pools = [
             RunPool(
@@ -446,7 +447,7 @@ def _content_of(workload: Workload, config: EngineConfig, growing: bool, first: 
         workload.specs[first:last],
         workload.segments,
         workload.tokens,
-        workload.planned,
+        workload.plan,
         config.tokens_per_block,
         content_tokens(config),
         config.emit_kv_events,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,13 @@ ANY_RANK = -1
 NO_PLAN = -1
 
 
+class DrawnPlan(NamedTuple):
+    """Planned output ids that are words of a random stream, see `kvsim._core.content.planned_tokens`."""
+
+    seed: int
+    num_ids: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
     """Requests of a run: lengths, arrivals, contents, sessions.
@@ -54,8 +61,8 @@ class Workload:
         Prompts given as runs of tokens.
     tokens : ndarray of uint32, shape (n_tokens,)
         Prompts given token by token.
-    planned : ndarray of uint32, shape (n_planned,)
-        Output token ids of the requests whose `planned_offset` is not -1.
+    planned : ndarray of uint32, shape (n_planned,), or DrawnPlan
+        Output token ids of the requests whose `planned_offset` is not -1. A drawn plan becomes an array when read.
     delay_ms : ndarray of float64, shape (n,)
         Think time between the end of the previous turn and this one, unscaled; 0 for first turns.
     first_turn : ndarray of bool, shape (n,)
@@ -99,14 +106,28 @@ class Workload:
     prefill_dp_ranks: npt.NDArray[np.int32] | None = None
     source: str = ""
     _equal_hashes: dict[int, npt.NDArray[np.uint64]] = field(default_factory=dict, init=False, repr=False)
+    _drawn: DrawnPlan | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        arrays = (self.specs, self.segments, self.tokens, self.planned, self.delay_ms, self.first_turn)
-        for array in arrays:
+        if isinstance(self.planned, DrawnPlan):
+            object.__setattr__(self, "_drawn", self.planned)
+            object.__delattr__(self, "planned")
+        else:
+            self.planned.flags.writeable = False
+        for array in (self.specs, self.segments, self.tokens, self.delay_ms, self.first_turn):
             array.flags.writeable = False
         if self.prefill_dp_ranks is not None:
             self.prefill_dp_ranks.flags.writeable = False
         self.validate()
+
+    def __getattr__(self, name: str) -> Any:
+        # A drawn plan is spelled out when somebody reads its ids: most runs need their hashes only.
+        if name != "planned" or self._drawn is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        planned = content.planned_tokens(*self._drawn)
+        planned.flags.writeable = False
+        object.__setattr__(self, "planned", planned)
+        return planned
 
     def __len__(self) -> int:
         return len(self.specs)
@@ -160,7 +181,17 @@ class Workload:
         start_of = np.maximum.accumulate(np.where(self.first_turn, np.arange(len(self)), 0))
         return np.asarray(inputs + before - before[start_of], dtype=np.int64)
 
+    @property
+    def num_planned(self) -> int:
+        """Output ids of all plans."""
+        return len(self.planned) if self._drawn is None else self._drawn.num_ids
+
     # ------------------------------------------------------------ contents
+
+    @property
+    def plan(self) -> npt.NDArray[np.uint32] | DrawnPlan:
+        """`planned`, or what it is drawn from as long as nobody has read it."""
+        return self.planned if self._drawn is None else self._drawn
 
     def prompt(self, row: int) -> npt.NDArray[Any]:
         """Prompt content of one row, only the new tokens in a cumulative workload.
@@ -285,7 +316,7 @@ class Workload:
             raise WorkloadError("must be positive", field="segments.length")
         self._require(held == specs["input_tokens"], "input_tokens", "must equal the length of the prompt content")
         plan = specs["planned_offset"]
-        fits = (plan >= 0) & (plan <= len(self.planned) - specs["max_output_tokens"])
+        fits = (plan >= 0) & (plan <= self.num_planned - specs["max_output_tokens"])
         self._require((plan == NO_PLAN) | fits, "planned_offset", "must lie inside `planned`, or be -1")
 
     def _require(
@@ -346,7 +377,7 @@ def new_specs(count: int) -> npt.NDArray[Any]:
 
 def plan_outputs(
     output_tokens: npt.NDArray[np.int64], authored: Mapping[int, Sequence[int] | npt.NDArray[np.uint32]]
-) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+) -> tuple[Any, npt.NDArray[np.int64]]:
     """Planned output ids of a trace: authored ones, else draws in row order (spec/replay.md 3.2).
 
     Parameters
@@ -358,15 +389,15 @@ def plan_outputs(
 
     Returns
     -------
-    planned : ndarray of uint32, shape (output_tokens.sum(),)
+    planned : ndarray of uint32, shape (output_tokens.sum(),), or DrawnPlan
     offset : ndarray of int64, shape (n,)
     """
     offset = np.cumsum(output_tokens) - output_tokens
     total = int(output_tokens.sum())
     given = sum(int(output_tokens[row]) for row in authored)
-    draws = content.planned_tokens(PLAN_SEED, total - given)
     if not authored:
-        return draws, offset
+        return DrawnPlan(PLAN_SEED, total), offset
+    draws = content.planned_tokens(PLAN_SEED, total - given)
     drawn = np.ones(len(output_tokens), np.bool_)
     drawn[list(authored)] = False
     planned = np.empty(total, np.uint32)

@@ -460,7 +460,7 @@ class _Builder:
                     )
             if stamp is not None:
                 clocks[name] = stamp
-        for line, row in zip(table.lines, table.rows, strict=True):
+        for line, row in zip(table.lines, table.rows, strict=True) if table.ids is None else ():
             for value in row.hash_ids:
                 if not 0 <= value < _U64:
                     raise self.error(line, "hash_ids", f"must lie in 0 <= id < 2**64, got {value}")
