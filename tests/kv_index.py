@@ -128,6 +128,22 @@ class KvIndex:
         self.next_id = event_id + 1
 
 
+class IndexSink:
+    """A sink of a live engine that indexes what each rank publishes."""
+
+    delivery = "inline"
+
+    def __init__(self) -> None:
+        self.ranks: dict[int, KvIndex] = {}
+
+    def kv_events_with_tier(self, dp_rank: int, at_ms: float, events: Iterable[Any]) -> None:
+        self.ranks.setdefault(dp_rank, KvIndex()).replay(events)
+
+    @property
+    def stores(self) -> int:
+        return sum(index.stores for index in self.ranks.values())
+
+
 # ---------------------------------------------------------------- every stream of every test
 
 

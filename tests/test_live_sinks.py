@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from kv_index import KvIndex
-from kvsim import EngineConfig, FixedTiming, Request
+from kvsim import EngineConfig, FixedTiming, NativeHostOffload, Request
 from kvsim.contract import (
     Admission,
     DestinationReserved,
@@ -190,11 +190,11 @@ def prompts(count: int, length: int = 9) -> list[Request]:
     return [Request(i, [*range(100 * (i % 3), 100 * (i % 3) + length - 1), i], 4) for i in range(count)]
 
 
-def serve(sinks: list[Any], requests: list[Request], **options: Any) -> LiveScheduler:
+def serve(sinks: list[Any], requests: list[Request], config: EngineConfig = CONFIG, **options: Any) -> LiveScheduler:
     """Run requests to the end under a virtual clock."""
 
     async def run() -> LiveScheduler:
-        engine = LiveScheduler(CONFIG, clock=VirtualClock(), sinks=sinks, **options)
+        engine = LiveScheduler(config, clock=VirtualClock(), sinks=sinks, **options)
         async with engine:
             for request in requests:
                 await engine.submit(request, listen=False)
@@ -521,6 +521,25 @@ def test_a_router_that_comes_late_catches_up_and_knows_every_block(zmq: Any, dp_
         assert subscriber.index.tiers == want.tiers
         assert (subscriber.index.stores, subscriber.index.removals) == (want.stores, want.removals)
         subscriber.close()
+
+
+@pytest.mark.parametrize("token_ids", [False, True])
+@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+def test_events_are_packed_alike_from_rows_and_from_objects(zmq: Any, backend: str, token_ids: bool) -> None:
+    sink = ZmqSink("tcp://127.0.0.1:*")
+    memory = MemorySink(["kv_events_with_tier"])
+    config = CONFIG.replace(backend=backend, emit_kv_token_ids=token_ids)
+    if backend == "vllm":
+        config = config.replace(
+            kv_cache_bytes_per_token=1000,
+            native_host_offload=NativeHostOffload(num_host_blocks=6, d2h_bandwidth_gbps=0),
+        )
+    serve([memory], prompts(24), config=config)
+    assert len(memory.shown) > 10
+    for one in memory.shown:
+        assert sink._rows(one.payload) == [sink._event(event) for event in one.payload]
+    media = {event[6] for one in memory.shown for event in sink._rows(one.payload) if event[0] == "BlockStored"}
+    assert media == ({"GPU", "CPU_TIER1"} if backend == "vllm" else {"GPU"})
 
 
 def test_the_live_stream_goes_on_where_the_replay_ended(zmq: Any) -> None:

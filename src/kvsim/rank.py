@@ -216,6 +216,11 @@ class KvEvents(Sequence[KvEvent]):
         self._dp_rank = identity.dp_rank
         self._tokens = tokens
 
+    @property
+    def token_ids(self) -> list[tuple[int, ...]] | None:
+        """Token ids of each row of `blocks`, if the configuration has `emit_kv_token_ids`."""
+        return self._tokens
+
     def __len__(self) -> int:
         return len(self.events)
 

@@ -76,12 +76,14 @@ class LiveCounts:
 
     def outputs(self, dp_rank: int, at_ms: float, outputs: Sequence[Any]) -> None:
         """Count the outputs of a pass."""
+        import numpy as np
+
         del dp_rank, at_ms
         array = getattr(outputs, "array", None)
         if array is not None:
             flags = array["flags"]
-            self.output_tokens += int((flags & _HAS_TOKEN).astype(bool).sum())
-            self.ended_requests += int((flags & _COMPLETED).astype(bool).sum())
+            self.output_tokens += int(np.count_nonzero(flags & _HAS_TOKEN))
+            self.ended_requests += int(np.count_nonzero(flags & _COMPLETED))
             return
         for output in outputs:
             self.output_tokens += output.token_id is not None

@@ -6,19 +6,24 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import msgspec
 
 from kvsim.contract import KvEvent, Stored
 from kvsim.errors import ConfigError
+from kvsim.layout import StorageTier
 from kvsim.live.publication import SinkSource
+from kvsim.rank import KvEvents
 
 __all__ = ["END_OF_REPLAY", "MEDIA", "ZmqSink", "endpoint_of"]
 
 #: Storage tiers as subscribers call them; others go by their own names, in capitals.
 MEDIA = {"device": "GPU", "host_pinned": "CPU_TIER1", "disk": "CPU_TIER2"}
+
+_MEDIUM = {int(tier): MEDIA.get(tier.name.lower(), tier.name) for tier in StorageTier}
+_HAS_PARENT = 1
 
 #: Instead of a sequence number: all that was asked for has been sent.
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
@@ -166,7 +171,8 @@ class ZmqSink:
 
     def kv_events_with_tier(self, dp_rank: int, at_ms: float, events: Sequence[KvEvent]) -> None:
         """Publish the events of one moment as one message."""
-        payload = self._encoder.encode((at_ms / 1000.0, [self._event(event) for event in events], dp_rank))
+        packed = self._rows(events) if isinstance(events, KvEvents) else [self._event(event) for event in events]
+        payload = self._encoder.encode((at_ms / 1000.0, packed, dp_rank))
         number = self._numbers[dp_rank]
         # In the buffer before it is out: who sees a gap finds all of it.
         with self._lock:
@@ -201,10 +207,25 @@ class ZmqSink:
             raise ConfigError(name, f"{where} cannot be bound: {error.strerror or error}") from None
         return socket
 
+    def _rows(self, events: KvEvents) -> list[tuple[Any, ...]]:
+        """The same as `_event` of each, without an object for each block."""
+        hashes, tokens = events.blocks["block_hash"].tolist(), events.token_ids
+        columns = (events.events[name].tolist() for name in ("parent_hash", "first", "count", "kind", "flags", "tier"))
+        packed: list[tuple[Any, ...]] = []
+        for parent, first, count, kind, flags, tier in zip(*columns, strict=True):
+            blocks, medium = hashes[first : first + count], _MEDIUM[tier]
+            if kind:
+                packed.append(("BlockRemoved", blocks, medium))
+                continue
+            ids = [] if tokens is None or tier else list(chain.from_iterable(tokens[first : first + count]))
+            above = parent if flags & _HAS_PARENT else None
+            packed.append(("BlockStored", blocks, above, ids, self._block_size, None, medium, None))
+        return packed
+
     def _event(self, event: KvEvent) -> tuple[Any, ...]:
         data, medium = event.data, MEDIA.get(event.storage_tier, event.storage_tier.upper())
         if not isinstance(data, Stored):
-            return "BlockRemoved", data.block_hashes, medium
+            return "BlockRemoved", list(data.block_hashes), medium
         hashes = [block.block_hash for block in data.blocks]
         tokens = [token for block in data.blocks for token in block.token_ids or ()]
         return "BlockStored", hashes, data.parent_hash, tokens, self._block_size, None, medium, None
