@@ -219,6 +219,7 @@ class WallClock(_Sleeping):
         if raw < self._last_s:
             self.backward_steps += 1
             self._behind_s += self._last_s - raw
+            self._run_s = min(self._run_s, raw)
         self._last_s = raw
         return raw + self._behind_s - self._start_s if self._start_s is not None else 0.0
 
@@ -260,7 +261,8 @@ class WallClock(_Sleeping):
             await asyncio.sleep(0)
             if not self._ready:
                 break
-        self._run_s = self._source()
+        self._elapsed_s()
+        self._run_s = self._last_s
 
 
 class VirtualClock(_Sleeping):
