@@ -198,6 +198,8 @@ class LiveScheduler:
         self._lives: dict[int, _Live] = {}
         self._unclaimed: dict[int, Mailbox] = {}
         self._ended: deque[tuple[int, Mailbox]] = deque()
+        #: Those of `receiver`, which last as long as the engine.
+        self._receivers: dict[Mailbox, None] = {}
         self._gone: list[int] = []
         self._drained: list[asyncio.Future[None]] = []
         self._next_rank = 0
@@ -369,7 +371,12 @@ class LiveScheduler:
 
     def receiver(self) -> OutputReceiver:
         """A receiver for any number of requests, to hand to `submit` or `command`."""
-        return OutputReceiver(Mailbox(self._client_gone))
+        box = Mailbox(self._client_gone)
+        if self._over:
+            box.close()
+        else:
+            self._receivers[box] = None
+        return OutputReceiver(box)
 
     async def cancel(self, request_id: RequestId) -> bool:
         """Drop a request, its outputs end; false if it is not inside any more."""
@@ -638,15 +645,17 @@ class LiveScheduler:
     def _client_gone(self, box: Mailbox) -> None:
         """A receiver was dropped; garbage may be collected by any thread."""
         if self._over or self._loop is None:
-            return
-        if threading.get_ident() == self._thread:
+            self._receivers.pop(box, None)
+        elif threading.get_ident() == self._thread:
             self._forget_client(box)
         elif not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._forget_client, box)
 
     def _forget_client(self, box: Mailbox) -> None:
-        self._gone.extend(sorted(box.requests))
-        self._bell.ring()
+        self._receivers.pop(box, None)
+        if box.requests:
+            self._gone.extend(sorted(box.requests))
+            self._bell.ring()
 
     def _clean_up(self, dp_rank: int) -> CommandEffects | None:
         """Drop the requests of a rank whose receiver is gone."""
@@ -939,6 +948,9 @@ class LiveScheduler:
             if live.box is not None:
                 live.box.requests.discard(live.request_id)
                 live.box.close(self._end_error(f"before request {live.request_id} had ended"))
+        for box in self._receivers:
+            box.close()
+        self._receivers.clear()
         self._lives.clear()
         for seat in self._seats:
             seat.by_slot.clear()
