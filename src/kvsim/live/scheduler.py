@@ -818,7 +818,11 @@ class LiveScheduler:
         return now_ms if self._in_flight_until is None else min(now_ms, self._in_flight_until)
 
     def _end_at_once(self, now_ms: float, passes: dict[int, RankPass]) -> None:
-        """A pass that took no time: go on if it did anything, else wait for something to happen."""
+        """A pass that took no time: go on if it did anything, else wait for something to happen.
+
+        What a pass without effect evicted changes metrics, and is no reason to
+        try again: a replay does not, either.
+        """
         progress = False
         for i, executed in passes.items():
             seat = self._seats[i]
@@ -829,8 +833,8 @@ class LiveScheduler:
             if moved or executed.start_effects.admissions or effects.outputs or _shows(effects):
                 seat.publisher.pass_end(now_ms, effects, self._clean_up)
                 progress = True
-            elif seat.publisher.fruitless_pass(now_ms, effects.metrics):
-                progress = True
+            else:
+                seat.publisher.fruitless_pass(now_ms, effects.metrics)
         self._settle_wave()
         if progress or merge_retries([p.same_timestamp_retry for p in passes.values()]) in _TRY_AGAIN:
             return
