@@ -52,6 +52,8 @@ _STARTERS = (Submit, SubmitHandoffPrefill, ReserveDestination)
 _COMPLETED = 2
 #: Preempting passes without a token in between, after which requests are held to preempt each other for ever.
 _MOST_BARREN = 1000
+#: Passes without duration in a row after which others run all the same.
+_MOST_AT_ONCE = 256
 #: Requests that ended and whose outputs nobody has asked for: the newest of them are kept.
 _MOST_UNCLAIMED = 65536
 
@@ -202,6 +204,9 @@ class LiveScheduler:
         self._wave_step = 0
         self._barren = 0
         self._blocked = False
+        #: Passes without duration in a row, and when they happened.
+        self._at_once = 0
+        self._now_ms = 0.0
         self._in_flight_until: float | None = None
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -689,25 +694,30 @@ class LiveScheduler:
         """Until everything is drained, pass after pass.
 
         At the top of the loop no pass is in flight. What was asked for at this
-        instant is applied before the next pass starts, whoever asked.
+        instant is applied before the next pass starts, whoever asked; but a pass
+        that took no time is followed by the next at once, as in a replay.
         """
         clock, seats = self.clock, self._seats
         while True:
-            if not clock.settled():
-                await clock.settle()
-            now_ms = clock.now()
-            if self._tiers:
-                self._internal_work(now_ms)
-            if self._inbox:
-                self._serve(now_ms)
-                continue
-            if self._gone:
-                for seat in seats:
-                    cleaned = self._clean_up(seat.rank.identity.dp_rank)
-                    if cleaned is not None:
-                        seat.publisher.cleanup(now_ms, cleaned)
-                self._settle_wave()
-                continue
+            if 0 < self._at_once <= _MOST_AT_ONCE:
+                now_ms = self._now_ms
+            else:
+                self._at_once = 0
+                if not clock.settled():
+                    await clock.settle()
+                self._now_ms = now_ms = clock.now()
+                if self._tiers:
+                    self._internal_work(now_ms)
+                if self._inbox:
+                    self._serve(now_ms)
+                    continue
+                if self._gone:
+                    for seat in seats:
+                        cleaned = self._clean_up(seat.rank.identity.dp_rank)
+                        if cleaned is not None:
+                            seat.publisher.cleanup(now_ms, cleaned)
+                    self._settle_wave()
+                    continue
             if self._slow_sinks:
                 await self._wait_for_sinks()
             runnable = [] if self._blocked or self._held_up() else self._runnable()
@@ -715,6 +725,8 @@ class LiveScheduler:
                 if self._barren > _MOST_BARREN and self._break_livelock(now_ms):
                     continue
                 await self._pass(now_ms, runnable)
+            elif self._at_once:
+                self._at_once = 0
             elif self._held_up() or not self._draining:
                 await self._idle()
             elif not self._release_stuck(now_ms):
@@ -762,6 +774,7 @@ class LiveScheduler:
         self._in_flight_until = end_ms
         if not self.clock.reached(end_ms):
             await self._until(end_ms)
+        self._at_once = 0
         effects = []
         for i, seat in enumerate(self._seats):
             with self._health.step(i):
@@ -836,6 +849,7 @@ class LiveScheduler:
             else:
                 seat.publisher.fruitless_pass(now_ms, effects.metrics)
         self._settle_wave()
+        self._at_once += 1
         if progress or merge_retries([p.same_timestamp_retry for p in passes.values()]) in _TRY_AGAIN:
             return
         for seat in self._seats:
@@ -843,6 +857,7 @@ class LiveScheduler:
             if head is not None and head.reason is not FailReason.NOT_ADMITTED:
                 self._fail_head(seat, now_ms)
                 return
+        self._at_once = 0
         self._blocked = True
 
     def _internal_work(self, now_ms: float) -> None:
