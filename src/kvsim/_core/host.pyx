@@ -489,7 +489,8 @@ cdef void host_observe(rank_t* r) noexcept nogil:
     """After scheduling: prepare stores for the requests of this pass, in running order."""
     cdef const request_t* q
     cdef int64_t i
-    for i in range(r.header.num_running):
+    # Who coasts has nothing left to store.
+    for i in range(r.coast.count, r.header.num_running):
         q = &r.requests[r.running[i]]
         if unlikely(q.host & UNSTORED) and q.stamp == r.header.passes:
             store_request(r, r.running[i], r.p.start_ms)
@@ -530,7 +531,8 @@ cdef int64_t host_headroom(const rank_t* r) noexcept nogil:
     cdef int64_t total = 0
     cdef int64_t i
     cdef int32_t slot
-    for i in range(r.header.num_running):
+    # Who coasts owns what it needs.
+    for i in range(r.coast.count, r.header.num_running):
         q = &r.requests[r.running[i]]
         total += blocks_of(r, q.length) - q.n_blocks
     slot = r.host.connector_head

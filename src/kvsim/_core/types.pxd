@@ -56,6 +56,13 @@ cdef enum request_flag:
     MATERIALISED = 32  # activated and not admitted yet: enters without prefill
     CROWDED = 64       # alone, it found no block for what it emits: it enters only when there is one
 
+cdef enum block_flag:  # layout.BlockFlag
+    FINDABLE = 1   # by its hash
+    NEWER = 2      # there is an older copy of the hash, which lookups take
+    COPIED = 4     # the oldest of several copies
+    ROOTED = 8     # found through `heads`, not through the block before it
+    BRANCHED = 16  # a block behind it is, or was, found through `heads`
+
 cdef enum host_flag:
     CONNECTOR = 1  # waits in the queue of those that look at transfers
     UNSTORED = 2   # has complete prompt blocks that the host was not asked to take
@@ -230,6 +237,8 @@ cdef struct header_t:  # every scalar of the rank; one row
     int64_t num_event_blocks
     int64_t num_free              # blocks without content, on the stack
     int64_t num_inactive          # findable blocks without references
+    int64_t inactive_head         # places of the queue ever left, and ever taken: modulo its length
+    int64_t inactive_tail
     int64_t num_reserved          # free blocks promised inside a pass
     int64_t table_used            # bump pointer of the block-table heap
     int64_t running_blocks        # table entries of running requests
@@ -309,11 +318,15 @@ cdef struct handoff_t:  # the half of a handoff that a request is, by request ro
 cdef struct block_t:  # 32 bytes
     uint64_t hash
     int32_t refs
-    int32_t prev                  # inactive list, oldest first
+    int32_t place                 # in `inactive`, NO_BLOCK: not there
+    int32_t link                  # block before it in its prompt; ROOTED: next in its chain; NEWER: the oldest copy, once
+    int32_t follow                # block behind it in a prompt, found through it
+    int32_t hashed                # block_flag, 0: not findable
+    int32_t unused
+
+cdef struct copy_t:  # 8 bytes: ring of the copies of one hash, from older to newer; zero where there is but one
+    int32_t prev
     int32_t next
-    int32_t copy_prev             # copies of the same hash, oldest first
-    int32_t copy_next
-    int32_t hashed                # 1: findable by `hash`
 
 cdef struct host_t:  # host tier: its scalars; one row
     int64_t next_transfer         # id of the next transfer
@@ -447,11 +460,6 @@ cdef struct radix_t:  # radix engine: its scalars; one row
     int32_t flushed               # leading events of the buffer that were handed out
     int32_t run_free[TABLE_CLASSES]
 
-cdef struct slot_t:  # 16 bytes: hash table of findable blocks
-    uint64_t hash
-    int32_t first                 # oldest copy, NO_BLOCK: empty slot
-    int32_t last
-
 cdef struct event_t:
     int64_t event_id
     uint64_t parent_hash
@@ -525,6 +533,7 @@ cdef struct pass_t:  # the pass being executed, scratch
     int64_t prefill_kv_tokens
     moments_t decode              # lengths of scheduled decodes
     int64_t scheduled             # requests scheduled
+    int64_t coasting              # requests that emit one token each without standing in `ready`
     int64_t completed
     int64_t visible               # non-rejected signals, and distinct requests among them
     int64_t visible_requests
@@ -533,12 +542,23 @@ cdef struct pass_t:  # the pass being executed, scratch
     double ratio_before           # radix: new-token ratio when the pass began
     int32_t preempted_any
     int32_t num_ready
+    int32_t num_ending            # leading entries of `hits`: who coasted and ends in this pass
     int32_t num_terminal
     int32_t num_retracted
     int32_t deferred              # radix: prefill had to wait
     int32_t out_of_pool           # radix, 1.3: the pool refused what the budgets let pass
     int32_t deferrals             # host tier: requests that went to sleep
     int32_t connector             # host tier: first of the connector queue that was not looked at in this pass
+
+cdef struct coast_t:  # coast.pxd: the leading entries of `running` whose rows stand still
+    int64_t count
+    int64_t sum                   # of their lengths now, and of the squares
+    int64_t squares
+    int64_t wheel_at              # radix: entry of `wheel` for the next step
+    int32_t tick                  # passes since the first of them joined
+    int32_t next_due              # no entry of `due` is earlier
+    int32_t wanted                # whoever drives the rank lets requests coast
+    int32_t unused
 
 cdef struct request_spec_t:  # layout.REQUEST_SPEC
     uint64_t id_hi
@@ -649,9 +669,11 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int32_t* running
     int32_t* ids                  # id -> row, linear probing
     int32_t* tables               # heap of block tables
-    block_t* blocks               # num_blocks rows and a sentinel: the ends of the inactive list
+    block_t* blocks
     int32_t* free_stack
-    slot_t* slots
+    int32_t* inactive             # findable blocks without references, the next victim first; with gaps
+    copy_t* copies                # by block
+    int32_t* heads                # hash -> chain of blocks that are not found through another
     event_t* events
     event_block_t* event_blocks
     radix_t* radix                # radix engine: the tree
@@ -681,7 +703,8 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int64_t cap_requests
     int64_t mask_ids
     int64_t cap_tables
-    int64_t mask_slots
+    int64_t mask_inactive
+    int64_t mask_heads
     int64_t cap_events
     int64_t cap_event_blocks
     # beside the arena
@@ -694,9 +717,13 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int32_t* burst                # scratch: tokens each of them emits
     int32_t* terminal             # scratch: rows that end without a token
     int32_t* retracted            # scratch: rows that were retracted
-    int32_t* ahead                # hint: block that became inactive 4 after this one
-    int32_t recent[4]             # hint: the last blocks that became inactive
-    uint32_t recent_at
+    int32_t* found                # scratch: findable leading blocks of request row `found_of`
+    int64_t num_found
+    int32_t found_of              # NO_SLOT: the index has changed since
+    int32_t* due                  # beside `running`: tick at which a coasting request needs something
+    int32_t* since                # by row: tick that the row of a coasting request shows
+    int32_t* hits                 # scratch: entries of `running` that are due
+    int32_t* wheel                # radix: how many of those who coast open a page, by tick modulo the block size
     int64_t num_signals
     int64_t num_rejected
     int64_t num_admissions
@@ -708,6 +735,7 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int32_t want_offload          # keep observations of the host tier
     double command_ms             # host tier: when the command under way is applied
     int32_t grouped               # has siblings: what depends on all of them is done by the driver
+    coast_t coast
     pass_t p
     void* owner                   # RankState, for the callbacks
     grow_fn grow

@@ -88,7 +88,7 @@ class _Entry:
 class _Seat:
     """A rank and what the driver remembers of it."""
 
-    __slots__ = ("by_slot", "ending", "lifecycle", "listening", "pending", "publisher", "rank", "room", "watch")
+    __slots__ = ("boxes", "by_slot", "ending", "lifecycle", "pending", "publisher", "rank", "room", "watch")
 
     def __init__(
         self, rank: SchedulerRank, publisher: Publisher, lifecycle: LifecycleStream, watch: MetricsWatch, room: int
@@ -104,8 +104,8 @@ class _Seat:
         self.by_slot: dict[int, _Live] = {}
         #: Those that end in the pass in flight: their rows may be used anew before it is over.
         self.ending: dict[int, _Live] = {}
-        #: Live requests with a receiver.
-        self.listening = 0
+        #: Who listens, and to how many live requests.
+        self.boxes: dict[Mailbox, int] = {}
 
 
 class LiveScheduler:
@@ -560,7 +560,7 @@ class LiveScheduler:
             self._lives[live.request_id] = seat.by_slot[slot] = live
             box = entry.box
             if box is not None:
-                seat.listening += 1
+                seat.boxes[box] = seat.boxes.get(box, 0) + 1
                 if box.single:
                     self._unclaimed[live.request_id] = box
                 box.requests.add(live.request_id)
@@ -584,7 +584,11 @@ class LiveScheduler:
         box = live.box
         if box is None:
             return
-        seat.listening -= 1
+        left = seat.boxes[box] - 1
+        if left:
+            seat.boxes[box] = left
+        else:
+            del seat.boxes[box]
         box.requests.discard(request_id)
         if box.single:
             box.close()
@@ -620,8 +624,12 @@ class LiveScheduler:
                     self._end(output.request_id)
             return
         ending = seat.ending
-        if seat.listening:
-            by_slot = seat.by_slot
+        by_slot, box = seat.by_slot, next(iter(seat.boxes), None)
+        if box is not None and not box.single and seat.boxes[box] == len(by_slot) + len(ending):
+            # One receiver has all requests of the rank: nothing to sort.
+            if not box.gone:
+                box.put(outputs, -1)
+        elif seat.boxes:
             batches: dict[Mailbox, list[int]] = {}
             for index, slot in enumerate(outputs.array["slot"].tolist()):
                 live = ending.get(slot) or by_slot.get(slot)

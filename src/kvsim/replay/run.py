@@ -280,7 +280,7 @@ class Run:
         closed = self._concurrency is not None
         order = np.arange(n) if closed else self.driver.static_order()
         times = np.zeros(n) if closed else self.driver.static_arrivals()
-        ranks = placement.place_all(self.workload.specs["dp_rank"][order].tolist())
+        ranks = placement.place_all(self.workload.specs["dp_rank"][order])
         if not closed:
             self.records["arrival_ms"][order] = times
         arrivals = times
@@ -450,6 +450,7 @@ def _content_of(workload: Workload, config: EngineConfig, growing: bool, first: 
         config.tokens_per_block,
         content_tokens(config),
         config.emit_kv_events,
+        workload.equal_block_hashes(config.tokens_per_block),
     )
     if config.backend == "sglang":
         runs, offsets, heads = content.runs_workload(*inputs)
