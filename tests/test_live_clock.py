@@ -9,9 +9,9 @@ import random
 import pytest
 
 from kvsim.config import EngineConfig, FixedTiming
-from kvsim.contract import Request
+from kvsim.contract import Admission, Request
 from kvsim.errors import ConfigError
-from kvsim.live import LiveScheduler, VirtualClock, WallClock
+from kvsim.live import Clock, LiveScheduler, VirtualClock, WallClock
 from kvsim.live.clock import PASS_END, PASS_START, SLEEPERS, Bell
 from live_support import collect, run, together
 
@@ -269,3 +269,40 @@ def test_a_pass_never_ends_before_its_time(spin_ms: float) -> None:
     late = run(main())
     assert len(late) == 10
     assert all(lateness >= 0.0 for lateness in late)
+
+
+def test_who_gets_an_output_can_ask_for_more_before_the_next_pass_starts() -> None:
+    """As under the virtual clock: the follow-up is admitted with the pass that starts where the other ended."""
+
+    class Starts:
+        delivery = "inline"
+
+        def __init__(self) -> None:
+            self.admitted: list[tuple[int, int]] = []
+            self.passes = 0
+
+        def fpm(self, dp_rank: int, at_ms: float, fpm: object) -> None:
+            self.passes += 1
+
+        def admissions(self, dp_rank: int, at_ms: float, admissions: list[Admission]) -> None:
+            self.admitted += [(admission.request_id, self.passes) for admission in admissions]
+
+    async def main(clock: Clock) -> list[tuple[int, int]]:
+        sink, queue = Starts(), asyncio.Queue[int]()
+        config = CONFIG.replace(timing_model=FixedTiming(prefill_ms=3.0, decode_ms=3.0))
+
+        async with LiveScheduler(config, clock=clock, sinks=[sink]) as engine:
+
+            async def follow() -> None:
+                await queue.get()
+                await engine.submit(Request(2, range(100, 120), 2), listen=False)
+
+            await engine.submit(Request(1, range(20), 5))
+            task = asyncio.create_task(follow())
+            async for _ in engine.outputs(1):
+                queue.put_nowait(1)
+            await task
+        return sink.admitted
+
+    assert run(main(VirtualClock())) == [(1, 0), (2, 1)]
+    assert run(main(WallClock())) == [(1, 0), (2, 1)]

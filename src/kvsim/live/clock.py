@@ -29,7 +29,9 @@ PASS_END, SLEEPERS, PASS_START = 0, 1, 2
 _SHORTEST_SLEEP_S = 0.001
 #: An engine that is never ahead of its clock lets others run at least so often.
 _LONGEST_RUN_S = 0.001
-#: The same by count, for the virtual clock.
+#: Turns of the event loop between two passes, at most, in which others react to the first.
+_MOST_TURNS = 8
+#: Passes after which the virtual clock looks at sockets, too.
 _LONGEST_RUN = 256
 
 
@@ -177,6 +179,7 @@ class WallClock(_Sleeping):
         "_behind_s",
         "_last_s",
         "_loop",
+        "_ready",
         "_run_s",
         "_source",
         "_spin_s",
@@ -202,10 +205,12 @@ class WallClock(_Sleeping):
         self._behind_s = 0.0
         self._run_s = 0.0
         self._loop: Any = None
+        self._ready: Any = None
 
     def start(self) -> None:
         """Let time begin at 0; later calls change nothing."""
         self._loop = asyncio.get_running_loop()
+        self._ready = getattr(self._loop, "_ready", None)
         if self._start_s is None:
             self._start_s = self._last_s = self._run_s = self._source()
 
@@ -214,6 +219,7 @@ class WallClock(_Sleeping):
         if raw < self._last_s:
             self.backward_steps += 1
             self._behind_s += self._last_s - raw
+            self._run_s = min(self._run_s, raw)
         self._last_s = raw
         return raw + self._behind_s - self._start_s if self._start_s is not None else 0.0
 
@@ -233,6 +239,7 @@ class WallClock(_Sleeping):
             return
         left_s = (timer.at_ms - self.now()) / 1000.0 / self.speedup
         if left_s <= 0.0:
+            self._run_s = self._last_s
             timer.fire()
         elif left_s - self._spin_s >= _SHORTEST_SLEEP_S:
             timer._handle = self._loop.call_later(left_s - self._spin_s, self._wait, timer)
@@ -241,16 +248,21 @@ class WallClock(_Sleeping):
 
     def reached(self, at_ms: float) -> bool:
         """Whether it is `at_ms`, and nobody else waited too long."""
-        return self.now() >= at_ms and self.settled()
+        return self.now() >= at_ms and self._last_s - self._run_s < _LONGEST_RUN_S
 
     def settled(self) -> bool:
-        """Whether nobody else waited too long."""
-        return self._last_s - self._run_s < _LONGEST_RUN_S
+        """Whether nobody else is ready to run, or waited too long."""
+        # An event loop that does not say who is ready is asked to run them every time.
+        return self._ready is not None and not self._ready and self._last_s - self._run_s < _LONGEST_RUN_S
 
     async def settle(self) -> None:
-        """Let everybody else run once."""
-        await asyncio.sleep(0)
-        self._run_s = self._source()
+        """Let everybody else run, so that who got an output may ask for something before the next pass starts."""
+        for _ in range(_MOST_TURNS):
+            await asyncio.sleep(0)
+            if not self._ready:
+                break
+        self._elapsed_s()
+        self._run_s = self._last_s
 
 
 class VirtualClock(_Sleeping):

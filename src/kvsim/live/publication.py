@@ -208,6 +208,8 @@ METHODS = (
 )
 _DELIVERIES = ("inline", "task", "thread")
 _STOP = ("", 0, 0.0, None)
+#: Fields of `Metrics` before those of a pass.
+_NUM_OCCUPANCY = Metrics._fields.index("sglang_cache_hit_tokens")
 
 _Call = tuple[str, int, float, Any]
 
@@ -605,13 +607,11 @@ class Publisher:
         self._metrics(at_ms, metrics)
         self._flush()
 
-    def fruitless_pass(self, at_ms: float, metrics: Metrics) -> bool:
-        """A pass did nothing; true if metrics changed all the same, which are all that is shown of it."""
-        if metrics[:9] == self._watch.latest[:9]:
-            return False
-        self._metrics(at_ms, metrics)
-        self._flush()
-        return True
+    def fruitless_pass(self, at_ms: float, metrics: Metrics) -> None:
+        """A pass did nothing: no more is shown of it than occupancy that changed."""
+        if metrics[:_NUM_OCCUPANCY] != self._watch.latest[:_NUM_OCCUPANCY]:
+            self._metrics(at_ms, metrics)
+            self._flush()
 
     def idle_command(self, at_ms: float, effects: CommandEffects, reply: Callable[[CommandEffects], None]) -> None:
         """A command was applied between passes."""

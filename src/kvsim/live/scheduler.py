@@ -52,6 +52,8 @@ _STARTERS = (Submit, SubmitHandoffPrefill, ReserveDestination)
 _COMPLETED = 2
 #: Preempting passes without a token in between, after which requests are held to preempt each other for ever.
 _MOST_BARREN = 1000
+#: Passes without duration in a row after which others run all the same.
+_MOST_AT_ONCE = 256
 #: Requests that ended and whose outputs nobody has asked for: the newest of them are kept.
 _MOST_UNCLAIMED = 65536
 
@@ -86,7 +88,7 @@ class _Entry:
 class _Seat:
     """A rank and what the driver remembers of it."""
 
-    __slots__ = ("by_slot", "ending", "lifecycle", "listening", "pending", "publisher", "rank", "room", "watch")
+    __slots__ = ("boxes", "by_slot", "ending", "lifecycle", "pending", "publisher", "rank", "room", "watch")
 
     def __init__(
         self, rank: SchedulerRank, publisher: Publisher, lifecycle: LifecycleStream, watch: MetricsWatch, room: int
@@ -102,8 +104,8 @@ class _Seat:
         self.by_slot: dict[int, _Live] = {}
         #: Those that end in the pass in flight: their rows may be used anew before it is over.
         self.ending: dict[int, _Live] = {}
-        #: Live requests with a receiver.
-        self.listening = 0
+        #: Who listens, and to how many live requests.
+        self.boxes: dict[Mailbox, int] = {}
 
 
 class LiveScheduler:
@@ -196,12 +198,17 @@ class LiveScheduler:
         self._lives: dict[int, _Live] = {}
         self._unclaimed: dict[int, Mailbox] = {}
         self._ended: deque[tuple[int, Mailbox]] = deque()
+        #: Those of `receiver`, which last as long as the engine.
+        self._receivers: dict[Mailbox, None] = {}
         self._gone: list[int] = []
         self._drained: list[asyncio.Future[None]] = []
         self._next_rank = 0
         self._wave_step = 0
         self._barren = 0
         self._blocked = False
+        #: Passes without duration in a row, and when they happened.
+        self._at_once = 0
+        self._now_ms = 0.0
         self._in_flight_until: float | None = None
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -364,7 +371,12 @@ class LiveScheduler:
 
     def receiver(self) -> OutputReceiver:
         """A receiver for any number of requests, to hand to `submit` or `command`."""
-        return OutputReceiver(Mailbox(self._client_gone))
+        box = Mailbox(self._client_gone)
+        if self._over:
+            box.close()
+        else:
+            self._receivers[box] = None
+        return OutputReceiver(box)
 
     async def cancel(self, request_id: RequestId) -> bool:
         """Drop a request, its outputs end; false if it is not inside any more."""
@@ -548,7 +560,7 @@ class LiveScheduler:
             self._lives[live.request_id] = seat.by_slot[slot] = live
             box = entry.box
             if box is not None:
-                seat.listening += 1
+                seat.boxes[box] = seat.boxes.get(box, 0) + 1
                 if box.single:
                     self._unclaimed[live.request_id] = box
                 box.requests.add(live.request_id)
@@ -572,7 +584,11 @@ class LiveScheduler:
         box = live.box
         if box is None:
             return
-        seat.listening -= 1
+        left = seat.boxes[box] - 1
+        if left:
+            seat.boxes[box] = left
+        else:
+            del seat.boxes[box]
         box.requests.discard(request_id)
         if box.single:
             box.close()
@@ -608,8 +624,12 @@ class LiveScheduler:
                     self._end(output.request_id)
             return
         ending = seat.ending
-        if seat.listening:
-            by_slot = seat.by_slot
+        by_slot, box = seat.by_slot, next(iter(seat.boxes), None)
+        if box is not None and not box.single and seat.boxes[box] == len(by_slot) + len(ending):
+            # One receiver has all requests of the rank: nothing to sort.
+            if not box.gone:
+                box.put(outputs, -1)
+        elif seat.boxes:
             batches: dict[Mailbox, list[int]] = {}
             for index, slot in enumerate(outputs.array["slot"].tolist()):
                 live = ending.get(slot) or by_slot.get(slot)
@@ -633,15 +653,17 @@ class LiveScheduler:
     def _client_gone(self, box: Mailbox) -> None:
         """A receiver was dropped; garbage may be collected by any thread."""
         if self._over or self._loop is None:
-            return
-        if threading.get_ident() == self._thread:
+            self._receivers.pop(box, None)
+        elif threading.get_ident() == self._thread:
             self._forget_client(box)
         elif not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._forget_client, box)
 
     def _forget_client(self, box: Mailbox) -> None:
-        self._gone.extend(sorted(box.requests))
-        self._bell.ring()
+        self._receivers.pop(box, None)
+        if box.requests:
+            self._gone.extend(sorted(box.requests))
+            self._bell.ring()
 
     def _clean_up(self, dp_rank: int) -> CommandEffects | None:
         """Drop the requests of a rank whose receiver is gone."""
@@ -689,25 +711,30 @@ class LiveScheduler:
         """Until everything is drained, pass after pass.
 
         At the top of the loop no pass is in flight. What was asked for at this
-        instant is applied before the next pass starts, whoever asked.
+        instant is applied before the next pass starts, whoever asked; but a pass
+        that took no time is followed by the next at once, as in a replay.
         """
         clock, seats = self.clock, self._seats
         while True:
-            if not clock.settled():
-                await clock.settle()
-            now_ms = clock.now()
-            if self._tiers:
-                self._internal_work(now_ms)
-            if self._inbox:
-                self._serve(now_ms)
-                continue
-            if self._gone:
-                for seat in seats:
-                    cleaned = self._clean_up(seat.rank.identity.dp_rank)
-                    if cleaned is not None:
-                        seat.publisher.cleanup(now_ms, cleaned)
-                self._settle_wave()
-                continue
+            if 0 < self._at_once <= _MOST_AT_ONCE:
+                now_ms = self._now_ms
+            else:
+                self._at_once = 0
+                if not clock.settled():
+                    await clock.settle()
+                self._now_ms = now_ms = clock.now()
+                if self._tiers:
+                    self._internal_work(now_ms)
+                if self._inbox:
+                    self._serve(now_ms)
+                    continue
+                if self._gone:
+                    for seat in seats:
+                        cleaned = self._clean_up(seat.rank.identity.dp_rank)
+                        if cleaned is not None:
+                            seat.publisher.cleanup(now_ms, cleaned)
+                    self._settle_wave()
+                    continue
             if self._slow_sinks:
                 await self._wait_for_sinks()
             runnable = [] if self._blocked or self._held_up() else self._runnable()
@@ -715,6 +742,8 @@ class LiveScheduler:
                 if self._barren > _MOST_BARREN and self._break_livelock(now_ms):
                     continue
                 await self._pass(now_ms, runnable)
+            elif self._at_once:
+                self._at_once = 0
             elif self._held_up() or not self._draining:
                 await self._idle()
             elif not self._release_stuck(now_ms):
@@ -762,6 +791,7 @@ class LiveScheduler:
         self._in_flight_until = end_ms
         if not self.clock.reached(end_ms):
             await self._until(end_ms)
+        self._at_once = 0
         effects = []
         for i, seat in enumerate(self._seats):
             with self._health.step(i):
@@ -818,7 +848,11 @@ class LiveScheduler:
         return now_ms if self._in_flight_until is None else min(now_ms, self._in_flight_until)
 
     def _end_at_once(self, now_ms: float, passes: dict[int, RankPass]) -> None:
-        """A pass that took no time: go on if it did anything, else wait for something to happen."""
+        """A pass that took no time: go on if it did anything, else wait for something to happen.
+
+        What a pass without effect evicted changes metrics, and is no reason to
+        try again: a replay does not, either.
+        """
         progress = False
         for i, executed in passes.items():
             seat = self._seats[i]
@@ -829,9 +863,10 @@ class LiveScheduler:
             if moved or executed.start_effects.admissions or effects.outputs or _shows(effects):
                 seat.publisher.pass_end(now_ms, effects, self._clean_up)
                 progress = True
-            elif seat.publisher.fruitless_pass(now_ms, effects.metrics):
-                progress = True
+            else:
+                seat.publisher.fruitless_pass(now_ms, effects.metrics)
         self._settle_wave()
+        self._at_once += 1
         if progress or merge_retries([p.same_timestamp_retry for p in passes.values()]) in _TRY_AGAIN:
             return
         for seat in self._seats:
@@ -839,6 +874,7 @@ class LiveScheduler:
             if head is not None and head.reason is not FailReason.NOT_ADMITTED:
                 self._fail_head(seat, now_ms)
                 return
+        self._at_once = 0
         self._blocked = True
 
     def _internal_work(self, now_ms: float) -> None:
@@ -920,6 +956,9 @@ class LiveScheduler:
             if live.box is not None:
                 live.box.requests.discard(live.request_id)
                 live.box.close(self._end_error(f"before request {live.request_id} had ended"))
+        for box in self._receivers:
+            box.close()
+        self._receivers.clear()
         self._lives.clear()
         for seat in self._seats:
             seat.by_slot.clear()

@@ -56,7 +56,9 @@ class Mailbox:
             wake.set_result(None)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Nothing more will come; the reader ends after what is left, or fails then."""
+        """Nothing more will come; the reader ends after what is left, or fails then. Again: does nothing."""
+        if self.closed:
+            return
         self.closed = True
         self._error = error
         self.wake()
@@ -82,7 +84,7 @@ class Mailbox:
         if not self.gone:
             self.gone = True
             self._items.clear()
-            if self.requests:
+            if self.requests or not self.single:
                 self._on_gone(self)
 
 

@@ -272,8 +272,8 @@ def endpoint_of(endpoint: str, dp_rank: int, name: str = "endpoint") -> str:
         It is not an endpoint of ZeroMQ; says `name`.
     """
     transport, found, address = endpoint.partition("://")
-    if not found or not address or transport not in ("tcp", "ipc", "inproc"):
-        raise ConfigError(name, f"must be tcp://HOST:PORT, ipc://PATH or inproc://NAME, got {endpoint!r}")
+    if not found or not address or transport not in ("tcp", "ipc"):
+        raise ConfigError(name, f"must be tcp://HOST:PORT or ipc://PATH, got {endpoint!r}")
     if transport != "tcp":
         return endpoint if dp_rank == 0 else f"{endpoint}_dp{dp_rank}"
     host, found, port = address.rpartition(":")
