@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kv_index import KvIndex
 from kvsim.config import EngineConfig
 from kvsim.contract import (
     ActivateDestination,
@@ -311,18 +312,8 @@ def twin_of(config: EngineConfig, identity: RankIdentity, timing: Any) -> PagedM
 
 
 def inactive_blocks(rank: SchedulerRank) -> list[int]:
-    """Block ids of the inactive list, the next victim first, by walking it."""
-    blocks = rank.blocks
-    end = len(blocks)
-    idle = [block for block in range(end) if blocks[block]["hashed"] and not blocks[block]["refs"]]
-    heads = [block for block in idle if blocks[block]["prev"] == end]
-    assert len(heads) == bool(idle)
-    found: list[int] = []
-    block = heads[0] if heads else end
-    while block != end:
-        found.append(block)
-        block = int(blocks[block]["next"])
-    return found
+    """Block ids of the inactive blocks, the next victim first."""
+    return [int(block) for block in rank._state.inactive_blocks()]
 
 
 def plain(value: Any) -> Any:
@@ -367,7 +358,7 @@ class Pair:
     now: float = field(default=0.0, init=False)
     in_flight: tuple[RankPass, RankPass] | None = field(default=None, init=False)
     #: what a router makes of every KV event that was shown
-    index: RouterIndex = field(default_factory=lambda: RouterIndex(), init=False)
+    index: KvIndex = field(default_factory=lambda: KvIndex(), init=False)
     ledger: Ledger = field(default_factory=lambda: Ledger(), init=False)
 
     def __post_init__(self) -> None:
@@ -798,34 +789,3 @@ class Engine:
     @property
     def inactive(self) -> int:
         return self.rank.metrics().inactive_blocks
-
-
-class RouterIndex:
-    """What a router makes of a stream of KV events; any inconsistency is an error."""
-
-    def __init__(self) -> None:
-        self.present: set[int] = set()
-        self.next_id = 0
-        self.stores = 0
-        self.removals = 0
-
-    def replay(self, events: Iterable[Any]) -> None:
-        for event in events:
-            assert event.event_id == self.next_id, f"event {event.event_id} where {self.next_id} was due"
-            self.next_id += 1
-            if isinstance(event.data, Stored):
-                self._store(event.data)
-            else:
-                for block in event.data.block_hashes:
-                    assert block in self.present, f"removed block {block} is not present"
-                    self.present.remove(block)
-                    self.removals += 1
-
-    def _store(self, data: Stored) -> None:
-        assert data.blocks, "an event without blocks"
-        parent = data.parent_hash
-        assert parent is None or parent in self.present, f"parent {parent} is not present"
-        for block in data.blocks:
-            assert block.block_hash not in self.present, f"block {block.block_hash} is stored twice"
-            self.present.add(block.block_hash)
-            self.stores += 1

@@ -92,20 +92,28 @@ def paged(rng: random.Random) -> EngineConfig:
 
 
 def radix(rng: random.Random) -> EngineConfig:
-    page = rng.choice([1, 2, 4])
+    page = rng.choice([1, 2, 4, 4, 16, 64])
+    # Small pools retract, and outputs that are not reserved in full make them.
+    tokens = rng.choice([150, 300, 600, 1500, 6000])
+    drafts = rng.choice([None, None, None, None, None, 2])
     return EngineConfig(
         backend="sglang",
-        ruleset=rng.choice(["dynamo", "dynamo", "dynamo-1.3"]),
-        num_gpu_blocks=rng.choice([300, 600, 1500, 6000]) // page,
+        ruleset=rng.choice(["dynamo", "dynamo", "dynamo", "dynamo-1.3"]),
+        num_gpu_blocks=max(2, tokens // page),
         block_size=page,
+        max_model_len=rng.choice([None, None, None, 150]),
         max_num_seqs=rng.choice([None, 32, 6, 2]),
         enable_prefix_caching=rng.random() < 0.75,
         prefill_decode_interval=rng.choice([0, 0, 1, 3]),
+        aic_nextn=drafts,
+        aic_nextn_accept_rates="0.7,0.4" if drafts else None,
         speedup_ratio=rng.choice([0.0, 1.0, 1.7]),
         timing_model=rng.choice(TIMINGS),
         sglang=SglangConfig(
             schedule_policy=rng.choice(["fifo", "lpm"]),
+            max_prefill_tokens=page * rng.choice([1000, 100, 16]),
             chunked_prefill_size=page * rng.choice([500, 100, 8]),
+            clip_max_new_tokens=rng.choice([4096, 20, 4]),
             schedule_conservativeness=rng.choice([1.0, 0.3, 0.0]),
         ),
     )

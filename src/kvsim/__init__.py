@@ -48,11 +48,13 @@ if TYPE_CHECKING:
         PoisonedError,
         PolicyError,
         SnapshotError,
+        StoppedError,
         TimingError,
         WorkloadError,
     )
     from kvsim.group import EngineGroup
     from kvsim.layout import FailReason, RequestStatus
+    from kvsim.live import LiveScheduler, VirtualClock, WallClock
     from kvsim.placement import KvRouter, KvRouterConfig, PlacedRequest, Placement, PoolInfo, RoundRobin, Route
     from kvsim.policies import Directive, Policy, register_policy
     from kvsim.rank import RankSnapshot, SchedulerRank
@@ -87,6 +89,7 @@ __all__ = [
     "KvRouter",
     "KvRouterConfig",
     "KvsimError",
+    "LiveScheduler",
     "NativeHostOffload",
     "NpzTiming",
     "PlacedRequest",
@@ -112,6 +115,7 @@ __all__ = [
     "SglangConfig",
     "Sla",
     "SnapshotError",
+    "StoppedError",
     "Submit",
     "SubmitHandoffPrefill",
     "SweepResult",
@@ -119,6 +123,8 @@ __all__ = [
     "TimingError",
     "TimingModel",
     "TrtllmConfig",
+    "VirtualClock",
+    "WallClock",
     "Workload",
     "WorkloadError",
     "__version__",
@@ -144,10 +150,11 @@ _HOMES = {
     ),
     "errors": (
         "CommandError ConfigError IntegrityError InternalWorkDueError KvsimError PoisonedError PolicyError "
-        "SnapshotError TimingError WorkloadError"
+        "SnapshotError StoppedError TimingError WorkloadError"
     ),
     "group": "EngineGroup",
     "layout": "FailReason RequestStatus",
+    "live": "LiveScheduler VirtualClock WallClock",
     "placement": "KvRouter KvRouterConfig PlacedRequest Placement PoolInfo RoundRobin Route",
     "policies": "Directive Policy register_policy",
     "rank": "RankSnapshot SchedulerRank",

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvsim.errors import IntegrityError
+from kvsim.layout import BlockFlag as _Flag
 from kvsim.layout import HandoffRole as _Role
 
 __all__ = ["check_rank"]
@@ -34,8 +35,9 @@ def check_rank(state: Any, locked: Sequence[int] = ()) -> None:
     """Verify the arena of a `RankState` between passes.
 
     Paged engines: every block is in exactly one place and its references are
-    its occurrences in block tables; lists link both ways; the hash table finds
-    each findable block under its hash and nothing else; every sum equals its
+    its occurrences in block tables; the queue of inactive ones and lists link both
+    ways; the index finds each
+    findable block under its hash and nothing else; every sum equals its
     recount. Radix engine: every page is free, in the tree or of one request;
     the tree links both ways and is indexed; locks are those of the leases; the
     eviction heap holds the unlocked leaves in order; every sum equals its
@@ -77,7 +79,7 @@ def check_rank(state: Any, locked: Sequence[int] = ()) -> None:
     _check_pool(state, config, header, blocks)
     _check_queues(state, config, header, requests)
     if config["caching"]:
-        _check_hash_table(state, blocks)
+        _check_findable(state, requests, live, blocks)
     else:
         _require(not blocks["hashed"].any(), "prefix caching is off but a block is findable")
     if config["host"]:
@@ -107,26 +109,26 @@ def _check_request(row: Any, slot: int, config: Any) -> None:
 
 
 def _check_pool(state: Any, config: Any, header: Any, blocks: Any) -> None:
-    sentinel = int(config["num_blocks"])
-    inactive: list[int] = []
-    end = state.view("sentinel")[0]
-    before, block = sentinel, int(end["next"])
-    while block != sentinel:
-        _require(len(inactive) <= sentinel, "the inactive list does not end")
-        _same(f"block {block}: prev", blocks[block]["prev"], before)
-        inactive.append(block)
-        before, block = block, int(blocks[block]["next"])
-    _same("sentinel.prev", end["prev"], before)
+    queue, head, tail = state.view("inactive"), int(header["inactive_head"]), int(header["inactive_tail"])
+    _require(0 <= tail - head <= len(queue), f"the queue of inactive blocks goes from {head} to {tail}")
+    places = np.arange(head, tail) % len(queue)
+    inside = np.zeros(len(queue), bool)
+    inside[places] = True
+    _require((queue[~inside] == -1).all(), "a block lies outside the queue of inactive blocks")
+    places = places[queue[places] != -1]
+    inactive = queue[places]
     _same("num_inactive", header["num_inactive"], len(inactive))
-    listed = np.zeros(sentinel, bool)
+    _require((blocks["place"][inactive] == places).all(), "an inactive block does not know its place in the queue")
+    listed = np.zeros(len(blocks), bool)
     listed[inactive] = True
+    _require((listed == (blocks["place"] != -1)).all(), "a block that is not in the queue has a place in it")
     _require(
         (listed == ((blocks["refs"] == 0) & (blocks["hashed"] != 0))).all(),
-        "the inactive list is not the findable blocks without references",
+        "the queue of inactive blocks is not the findable blocks without references",
     )
     free = state.view("free_stack")
     _require(len(np.unique(free)) == len(free), "the stack lists a block twice")
-    empty = np.zeros(sentinel, bool)
+    empty = np.zeros(len(blocks), bool)
     empty[free] = True
     _require(
         (empty == ((blocks["refs"] == 0) & (blocks["hashed"] == 0))).all(),
@@ -225,26 +227,88 @@ def _check_handoffs(state: Any, config: Any, header: Any, requests: Any, prebuil
     _same("promised_blocks", header["promised_blocks"], (-(-total // config["block_size"]) - rows["n_blocks"]).sum())
 
 
-def _check_hash_table(state: Any, blocks: Any) -> None:
-    slots = state.view("slots")
-    used = np.flatnonzero(slots["first"] >= 0)
+def _check_findable(state: Any, requests: Any, live: Any, blocks: Any) -> None:
+    """Each hash is in the forest once, its newer copies in a ring; live prompts find in it what is there."""
+    flags, links, follows = blocks["hashed"], blocks["link"], blocks["follow"]
+    findable, newer = (flags & _Flag.FINDABLE) != 0, (flags & _Flag.NEWER) != 0
+    copied, rooted = (flags & _Flag.COPIED) != 0, (flags & _Flag.ROOTED) != 0
+    _require(((flags == 0) | findable).all() and (flags >> len(_Flag) == 0).all(), "a block has impossible flags")
+    none = blocks[~findable]
+    _require((none["link"] == -1).all() and (none["follow"] == -1).all(), "a block that is not findable is linked")
+    _require(
+        (flags[newer] == _Flag.FINDABLE | _Flag.NEWER).all() and (follows[newer] == -1).all(),
+        "a newer copy is in the forest",
+    )
+    forest = np.flatnonzero(findable & ~newer)
+    _same("distinct hashes", len(np.unique(blocks["hash"][forest])), len(forest))
+
+    # What is found through the block before it, and what that block finds, are each other's neighbours.
+    below = np.flatnonzero(findable & ~newer & ~rooted)
+    above = forest[follows[forest] != -1]
+    _require(
+        np.isin(links[below], above).all() and (follows[links[below]] == below).all(),
+        "a block is not the one behind the block before it",
+    )
+    _same("blocks behind another", len(above), len(below))
+    up = links[below]
+    for _ in range(len(below)):
+        up = links[up[~rooted[up]]]
+        if len(up) == 0:
+            break
+    _require(len(up) == 0, "blocks are behind each other in a circle")
+
+    heads = state.view("heads")
     seen = np.zeros(len(blocks), bool)
-    mask = len(slots) - 1
-    for at in used:
-        entry = slots[at]
-        home = int(entry["hash"]) & mask
-        gap = np.arange(home, home + ((int(at) - home) & mask)) & mask
-        _require((slots["first"][gap] >= 0).all(), f"hash slot {at} cannot be reached from its home {home}")
-        before, block = -1, int(entry["first"])
-        while block >= 0:
-            _require(not seen[block], f"block {block} is listed under two hashes")
+    for at in np.flatnonzero(heads != -1).tolist():
+        block = int(heads[at])
+        while block != -1:
+            _require(rooted[block] and not seen[block], f"block {block} in chain {at} is not rooted, or is in two")
+            _same(f"chain of block {block}", int(blocks["hash"][block]) & (len(heads) - 1), at)
             seen[block] = True
-            _same(f"block {block}: hash", blocks[block]["hash"], entry["hash"])
-            _same(f"block {block}: copy_prev", blocks[block]["copy_prev"], before)
-            before, block = block, int(blocks[block]["copy_next"])
-        _same(f"hash slot {at}: last", entry["last"], before)
-    _require((seen == (blocks["hashed"] != 0)).all(), "the hash table is not the findable blocks")
-    _same("distinct hashes", len(np.unique(slots["hash"][used])), len(used))
+            block = int(links[block])
+    _require((seen == rooted).all(), "a rooted block is in no chain")
+
+    copies = state.view("copies")
+    _require((copies[~(newer | copied)] == np.zeros(1, copies.dtype)).all(), "a block without copies is in a ring")
+    ringed = newer & False
+    for oldest in np.flatnonzero(copied).tolist():
+        before, block = oldest, int(copies["next"][oldest])
+        _require(block != oldest, f"block {oldest} is alone in its ring")
+        while True:
+            _same(f"block {block}: older copy", int(copies["prev"][block]), before)
+            if block == oldest:
+                break
+            _require(newer[block] and not ringed[block], f"block {block} in the ring of {oldest} is no newer copy")
+            _same(f"block {block}: hash", blocks["hash"][block], blocks["hash"][oldest])
+            ringed[block] = True
+            before, block = block, int(copies["next"][block])
+    _require((ringed == newer).all(), "a newer copy is in no ring")
+
+    tables = state.view("tables")
+    for slot in live.tolist():
+        row, hashes = requests[slot], state.content_hashes(slot)
+        owned = tables[row["table"] : row["table"] + row["n_blocks"]] if row["n_blocks"] else tables[:0]
+        sealed = np.flatnonzero(flags[owned])
+        _require(
+            (blocks["hash"][owned[sealed]] == hashes[sealed]).all(),
+            f"request row {slot} owns a block with the hash of another",
+        )
+        known = hashes[: row["hashed"]]
+        here = np.isin(known, blocks["hash"][forest])
+        cached = len(known) if here.all() else int(np.argmin(here))
+        found = state.lookup(slot)
+        _same(f"request row {slot}: findable leading blocks", len(found), cached)
+        _require(not here[cached:].any(), f"request row {slot}: a block is findable, and one before it is not")
+        _require(
+            (findable & ~newer)[found].all() and (blocks["hash"][found] == known[:cached]).all(),
+            f"request row {slot} finds a block that is not the oldest copy",
+        )
+        remembered, active = state.remembered(slot)
+        _require(
+            len(remembered) <= cached and (remembered == found[: len(remembered)]).all(),
+            f"request row {slot} remembers a block that it would not find",
+        )
+        _same(f"request row {slot}: remembered blocks in use", active, (blocks["refs"][remembered] > 0).sum())
 
 
 # ---------------------------------------------------------------- host tier
@@ -309,7 +373,7 @@ def _check_entries(state: Any, config: Any, host: Any, entries: Any, used: Any) 
     _same("num_pending", host["num_pending"], pending.sum())
     _require((entries["pins"][used][pending] == 0).all(), "a load reads a pending block")
     index = state.view("host_index")
-    listed = index[index >= 0]
+    listed = (index[index != np.uint64(2**64 - 1)] & np.uint64(2**32 - 1)).astype(np.int64)
     _require(len(listed) == len(used) and (np.sort(listed) == used).all(), "the host index is not the blocks there")
     for row in used.tolist():
         _same("block found in the host", state.host_find(int(entries[row]["hash"])), row)

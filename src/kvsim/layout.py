@@ -16,11 +16,11 @@ __all__ = [
     "ADMISSION_LOG",
     "BLOCK",
     "CONFIG",
+    "COPY",
     "EVENT",
     "EVENT_BLOCK",
     "HANDOFF",
     "HANDOFF_RECORD",
-    "HASH_SLOT",
     "HEADER",
     "HOST",
     "HOST_ENTRY",
@@ -44,6 +44,7 @@ __all__ = [
     "SIGNAL",
     "TRANSFER",
     "TRANSFER_BLOCK",
+    "BlockFlag",
     "FailReason",
     "HandoffRole",
     "OffloadEventKind",
@@ -69,6 +70,16 @@ class Pool(enum.IntEnum):
     AGGREGATED = 0
     PREFILL = 1
     DECODE = 2
+
+
+class BlockFlag(enum.IntFlag):
+    """What the index of findable blocks knows of a block: the column `hashed` of `BLOCK`."""
+
+    FINDABLE = 1  # by its hash
+    NEWER = 2  # there is an older copy of the hash, which lookups take
+    COPIED = 4  # the oldest of several copies
+    ROOTED = 8  # found through `heads`, not through the block before it
+    BRANCHED = 16  # a block behind it is, or was, found through `heads`
 
 
 class HandoffRole(enum.IntEnum):
@@ -263,6 +274,8 @@ HEADER = np.dtype(
         ("num_event_blocks", "<i8"),
         ("num_free", "<i8"),  # blocks without content, on the stack
         ("num_inactive", "<i8"),  # findable blocks without references
+        ("inactive_head", "<i8"),  # places of the queue ever left, and ever taken: modulo its length
+        ("inactive_tail", "<i8"),
         ("num_reserved", "<i8"),  # free blocks promised inside a pass
         ("table_used", "<i8"),  # bump pointer of the block-table heap
         ("running_blocks", "<i8"),  # table entries of running requests
@@ -349,25 +362,24 @@ HANDOFF = np.dtype(
     ]
 )
 
-#: A block of the pool, 32 bytes; the row after the last is the sentinel of the inactive list.
+#: A block of the pool, 32 bytes.
 BLOCK = np.dtype(
     [
         ("hash", "<u8"),
         ("refs", "<i4"),
-        ("prev", "<i4"),  # inactive list, oldest first
-        ("next", "<i4"),
-        ("copy_prev", "<i4"),  # copies of the same hash, oldest first
-        ("copy_next", "<i4"),
-        ("hashed", "<i4"),  # 1: findable by `hash`
+        ("place", "<i4"),  # in `inactive`, -1: not there
+        ("link", "<i4"),  # block before it in its prompt; ROOTED: next in its chain; NEWER: the oldest copy, once
+        ("follow", "<i4"),  # block behind it in a prompt, found through it
+        ("hashed", "<i4"),  # BlockFlag, 0: not findable
+        ("unused", "<i4"),
     ]
 )
 
-#: A slot of the table of findable blocks, 16 bytes.
-HASH_SLOT = np.dtype(
+#: The copies of one hash in a ring, from older to newer, by block, 8 bytes; zero where there is but one.
+COPY = np.dtype(
     [
-        ("hash", "<u8"),
-        ("first", "<i4"),  # oldest copy, NO_BLOCK: empty slot
-        ("last", "<i4"),
+        ("prev", "<i4"),
+        ("next", "<i4"),
     ]
 )
 
@@ -416,6 +428,8 @@ HOST_ENTRY = np.dtype(
         ("pins", "<i4"),  # loads that read it, -1: row not in use
         ("prev", "<i4"),  # LRU list, oldest first
         ("next", "<i4"),  # LRU list, or list of unused rows
+        ("ahead", "<i4"),  # hint: stood a few places further on in the LRU list once, NO_SLOT: nobody did
+        ("unused", "<i4"),
     ]
 )
 
@@ -458,6 +472,9 @@ OFFLOAD = np.dtype(
         ("latest_store", "<i4"),  # row of its newest store, NO_SLOT: none under way
         ("load", "<i4"),  # row of its load, NO_SLOT: none under way
         ("device_blocks", "<i4"),  # leading blocks on the device when its load was decided; -1: no load
+        ("looked", "<i8"),  # HOST.next_transfer when all prompt blocks were looked up last, -1: never
+        ("absent_from", "<i4"),  # prompt blocks from this one on were not in the host then
+        ("unused", "<i4"),
     ]
 )
 

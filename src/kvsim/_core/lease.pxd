@@ -6,12 +6,14 @@
 # next), so the heap never fragments into odd sizes.
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
+from libc.string cimport memcpy
 
 from kvsim._core.events cimport event_add, event_open
-from kvsim._core.pool cimport pool_drop, pool_hold, pool_make_room, pool_take
-from kvsim._core.prefix cimport prefix_find, prefix_prefetch, prefix_register
+from kvsim._core.pool cimport AHEAD, pool_drop, pool_hold, pool_make_room, pool_take
+from kvsim._core.prefix cimport prefix_find, prefix_oldest, prefix_register
 from kvsim._core.types cimport (
-    CHECK, GROW_TABLES, HAS_PARENT, NO_BLOCK, RUNNING, STORED, config_t, content_t, rank_t, request_t, unlikely,
+    CHECK, GROW_TABLES, HAS_PARENT, NO_BLOCK, RUNNING, STORED, config_t, content_t, prefetch,
+    rank_t, request_t, unlikely,
 )
 
 
@@ -43,48 +45,54 @@ cdef inline void lease_open(rank_t* r, int32_t slot) noexcept nogil:
     r.header.table_used += span
 
 
-cdef inline void lease_append(rank_t* r, request_t* q, int32_t b) noexcept nogil:
-    r.tables[q.table + q.n_blocks] = b
-    q.n_blocks += 1
-    q.capacity += <int32_t>r.config.block_size
+cdef inline void lease_take(rank_t* r, request_t* q, int64_t count) noexcept nogil:
+    """Append `count` empty blocks, which there must be, to a lease with a table."""
+    pool_take(r, &r.tables[q.table + q.n_blocks], count)
+    lease_count(r, q, count)
+
+
+cdef inline void lease_count(rank_t* r, request_t* q, int64_t count) noexcept nogil:
+    """The next `count` entries of its table are blocks of the request."""
+    q.n_blocks += <int32_t>count
+    q.capacity += <int32_t>(count * r.config.block_size)
     if q.status == RUNNING:
-        r.header.running_blocks += 1
+        r.header.running_blocks += count
 
 
 cdef inline bint lease_grow(rank_t* r, int32_t slot, int64_t tokens, int64_t reused) noexcept nogil:
     """Cover `tokens` tokens; the first `reused` blocks are found by hash if the lease is still empty.
 
     False, and nothing changed, if the pool cannot give the blocks. The request
-    must own nothing when `reused` > 0.
+    must own nothing when `reused` > 0, and `prefix_cost` have found as many.
     """
     cdef request_t* q = &r.requests[slot]
     cdef int64_t target = blocks_of(r, tokens)
     cdef int64_t fresh
-    cdef int64_t inactive_hits = 0
+    cdef int64_t room
     cdef int64_t i
-    cdef int32_t b
-    cdef const uint64_t* hashes
     if target > q.n_blocks:
         fresh = target - q.n_blocks - reused
         CHECK(fresh >= 0 and (reused == 0 or q.n_blocks == 0))
+        room = r.header.num_free - r.header.num_reserved + r.header.num_inactive
         if reused > 0:
-            hashes = r.contents[slot].hashes
-            for i in range(reused):
-                if r.blocks[prefix_find(r, hashes[i])].refs == 0:
-                    inactive_hits += 1
-        if fresh > r.header.num_free - r.header.num_reserved + r.header.num_inactive - inactive_hits:
+            lease_find(r, slot)
+            CHECK(reused <= r.num_found)
+            # Inactive blocks that are reused cannot be evicted; they are counted where it matters.
+            if fresh > room - reused:
+                for i in range(reused):
+                    room -= r.blocks[r.found[i]].refs == 0
+        if fresh > room:
             return False
         if q.table == NO_BLOCK:
             lease_open(r, slot)
             q = &r.requests[slot]
-        for i in range(reused):
-            b = prefix_find(r, hashes[i])
-            pool_hold(r, b)
-            lease_append(r, q, b)
+        if reused > 0:
+            pool_hold(r, r.found, reused)
+            memcpy(&r.tables[q.table], r.found, <size_t>reused * sizeof(int32_t))
+            lease_count(r, q, reused)
         pool_make_room(r, fresh, 0)
         q = &r.requests[slot]
-        for i in range(fresh):
-            lease_append(r, q, pool_take(r))
+        lease_take(r, q, fresh)
     if tokens > q.allocated:
         q.allocated = <int32_t>tokens
     return True
@@ -102,23 +110,30 @@ cdef inline void lease_seal(rank_t* r, int32_t slot, int64_t before, int64_t aft
     cdef int64_t last = after // c.block_size
     cdef const content_t* content = &r.contents[slot]
     cdef bint opened = False
-    cdef bint visible
+    cdef int32_t before_it = NO_BLOCK
+    cdef int32_t oldest
+    cdef int32_t b
     q.next_seal = <int32_t>((last + 1) * c.block_size)
     if not c.caching:
         return
     CHECK(last <= content.num_hashes and last <= q.n_blocks)
     if q.hashed < last:
         q.hashed = <int32_t>last
+    # The index is closed under prefixes.
+    while i > 0 and unlikely(not r.blocks[r.tables[q.table + i - 1]].hashed):
+        i -= 1
+    if i < last and i > 0:
+        before_it = prefix_oldest(r, r.tables[q.table + i - 1], content.hashes, i - 1)
     while i < last:
-        if i + 8 < last:
-            prefix_prefetch(r, content.hashes[i + 8])
-        if r.blocks[r.tables[q.table + i]].hashed:
+        b = r.tables[q.table + i]
+        if r.blocks[b].hashed:
             # Computed before by this request: a block given back keeps its content.
+            before_it = prefix_oldest(r, b, content.hashes, i)
             i += 1
             continue
-        visible = prefix_register(r, r.tables[q.table + i], content.hashes[i])
+        before_it = prefix_register(r, b, before_it, content.hashes[i])
         if c.emit_events:
-            if not visible:
+            if before_it != b:
                 opened = False
             else:
                 if not opened:
@@ -131,10 +146,7 @@ cdef inline void lease_seal(rank_t* r, int32_t slot, int64_t before, int64_t aft
 cdef inline void lease_close(rank_t* r, int32_t slot) noexcept nogil:
     """Give everything back, the last block first; tokens and hashes are kept."""
     cdef request_t* q = &r.requests[slot]
-    cdef int64_t i = q.n_blocks - 1
-    while i >= 0:
-        pool_drop(r, r.tables[q.table + i])
-        i -= 1
+    pool_drop(r, &r.tables[q.table], q.n_blocks)
     if q.status == RUNNING:
         r.header.running_blocks -= q.n_blocks
     if q.table != NO_BLOCK:
@@ -146,26 +158,59 @@ cdef inline void lease_close(rank_t* r, int32_t slot) noexcept nogil:
     q.allocated = 0
 
 
-cdef inline void prefix_cost(const rank_t* r, int32_t slot, int64_t* cached, int64_t* active) noexcept nogil:
+cdef inline bint lease_remembers(const rank_t* r, int32_t slot) noexcept nogil:
+    """Whether `found` still holds leading blocks of the request: none was evicted, held or dropped since."""
+    return r.found_of == slot and r.found_uses == r.uses and r.header.inactive_head <= r.found_first
+
+
+cdef inline void lease_find(rank_t* r, int32_t slot) noexcept nogil:
+    """Put the leading blocks of the request that are findable into `found`, by its known hashes.
+
+    The head of a blocked queue is looked up in every pass. So the lookup goes
+    on where the last one ended, if that was for the same request and nothing
+    has happened to what it found.
+    """
+    cdef const uint64_t* hashes = r.contents[slot].hashes
+    cdef int64_t n = r.requests[slot].hashed
+    cdef int64_t head = r.header.inactive_head
+    cdef int64_t i
+    cdef int64_t place
+    cdef int32_t b
+    if not lease_remembers(r, slot):
+        r.found_of = slot
+        r.found_uses = r.uses
+        r.found_first = head + r.mask_inactive + 1
+        r.found_active = 0
+        r.num_found = 0
+    i = r.num_found
+    b = r.found[i - 1] if i > 0 else NO_BLOCK
+    while i < n:
+        b = prefix_find(r, b, hashes[i])
+        if b == NO_BLOCK:
+            break
+        r.found[i] = b
+        i += 1
+        if r.blocks[b].refs > 0:
+            r.found_active += 1
+            continue
+        place = r.blocks[b].place
+        # Blocks that became inactive together lie in the queue from the last to the first.
+        prefetch(&r.blocks[r.inactive[(place - AHEAD) & r.mask_inactive]])
+        place = head + ((place - head) & r.mask_inactive)
+        if place < r.found_first:
+            r.found_first = place
+    r.num_found = i
+
+
+cdef inline void prefix_cost(rank_t* r, int32_t slot, int64_t* cached, int64_t* active) noexcept nogil:
     """Leading blocks of the request that are findable, and how many of them are in use.
 
-    Walks the known hashes; changes nothing, not even recency (spec/kv-cache.md section 5).
+    Changes nothing, not even recency (spec/kv-cache.md section 5).
     """
-    cdef const request_t* q = &r.requests[slot]
-    cdef const uint64_t* hashes = r.contents[slot].hashes
-    cdef int64_t n = q.hashed
-    cdef int64_t i
-    cdef int32_t b
     cached[0] = 0
     active[0] = 0
     if not r.config.caching:
         return
-    for i in range(n):
-        if i + 8 < n:
-            prefix_prefetch(r, hashes[i + 8])
-        b = prefix_find(r, hashes[i])
-        if b == NO_BLOCK:
-            return
-        cached[0] += 1
-        if r.blocks[b].refs > 0:
-            active[0] += 1
+    lease_find(r, slot)
+    cached[0] = r.num_found
+    active[0] = r.found_active

@@ -16,10 +16,10 @@ from kvsim._core.host cimport (
     host_lookup, host_observe, host_open, host_preempted, host_sleep, queue_leave,
 )
 from kvsim._core.lease cimport (
-    blocks_of, lease_append, lease_close, lease_grow, lease_seal, prefix_cost,
+    blocks_of, lease_close, lease_grow, lease_seal, lease_take, prefix_cost,
 )
 from kvsim._core.metrics cimport moments_add, moments_undo
-from kvsim._core.pool cimport pool_active, pool_make_room, pool_take
+from kvsim._core.pool cimport pool_active, pool_make_room
 from kvsim._core.requests cimport (
     completion_blocks, row_open, row_release, running_append, running_delete, running_index, running_leave,
     waiting_link, waiting_push_back, waiting_remove,
@@ -70,6 +70,7 @@ cdef int32_t paged_open(
     slot = row_open(r, id_hi, id_lo, num_input, clamped_output(r, num_input, max_output), content)
     c = r.config
     q = &r.requests[slot]
+    r.found_of = NO_SLOT
     if c.max_model_len > 0 and q.limit > c.max_model_len:
         q.limit = <int32_t>c.max_model_len
     q.next_seal = <int32_t>c.block_size
@@ -461,7 +462,7 @@ cdef inline void recompute(const rank_t* r, int32_t slot, int64_t* cached, int64
         active[0] = cached[0]
 
 
-cdef void adjusted_cost(const rank_t* r, int32_t slot, int64_t* cached, int64_t* active) noexcept nogil:
+cdef void adjusted_cost(rank_t* r, int32_t slot, int64_t* cached, int64_t* active) noexcept nogil:
     """Prefix cost in blocks after the recompute adjustment."""
     prefix_cost(r, slot, cached, active)
     recompute(r, slot, cached, active)
@@ -948,7 +949,7 @@ cdef void emit_bursts(rank_t* r) noexcept nogil:
             q.computed = q.length
             emit_token(r, slot)
             if q.length > q.capacity:
-                lease_append(r, q, pool_take(r))
+                lease_take(r, q, 1)
                 r.header.num_reserved -= 1
             q.allocated = q.length
         q = &r.requests[slot]

@@ -20,17 +20,18 @@ import numpy as np
 
 from kvsim import layout
 from kvsim.errors import CommandError, SnapshotError, TimingError
-from kvsim._core.coast cimport coast_clear
 from kvsim._core.metrics cimport kvsim_variance, moments_variance
 from kvsim._core.engine cimport (
     engine_activate, engine_active, engine_at, engine_boundary, engine_cancel, engine_cancel_destination,
     engine_cancel_source, engine_deadline, engine_drained, engine_emit, engine_empty, engine_events_shown,
-    engine_fail_stuck, engine_internal_work, engine_land, engine_register_source, engine_release_source, engine_reserve,
-    engine_reserve_error, engine_retry, engine_runnable, engine_schedule, engine_stuck, engine_submit,
-    engine_unblock, engine_visible_events, engine_waiting,
+    engine_fail_stuck, engine_internal_work, engine_land, engine_register_source, engine_release_source,
+    engine_reserve, engine_reserve_error, engine_retry, engine_runnable, engine_schedule, engine_stuck, engine_submit,
+    engine_sync, engine_unblock, engine_visible_events, engine_waiting,
 )
 from kvsim._core.host cimport host_find, host_reindex, host_reset
+from kvsim._core.lease cimport lease_remembers
 from kvsim._core.pool cimport pool_active
+from kvsim._core.prefix cimport prefix_find
 from kvsim._core.radix cimport (
     cursor_t, radix_evict, radix_insert, radix_lock, radix_match, radix_match_length, radix_reindex, radix_reset,
     radix_unlock,
@@ -42,9 +43,9 @@ from kvsim._core.timing cimport kvsim_modelled_ms
 from kvsim._core.types cimport (
     DESTINATION_PENDING, GROW_EVENT_BLOCKS, GROW_EVENTS, GROW_HOST_ENTRIES, GROW_NODES, GROW_OFFLOAD_BLOCKS,
     GROW_OFFLOAD_EVENTS, GROW_PRESSURES, GROW_REQUESTS, GROW_RUNS, GROW_SIGNALS, GROW_TABLES, GROW_TRANSFER_BLOCKS,
-    GROW_TRANSFERS, NO_BLOCK, NO_ROLE, NO_SLOT, PASS_OK, RADIX, admission_t, block_t, config_t, content_t,
+    GROW_TRANSFERS, NO_BLOCK, NO_ROLE, NO_SLOT, PASS_OK, RADIX, admission_t, block_t, config_t, content_t, copy_t,
     event_block_t, event_t, handoff_t, header_t, host_entry_t, host_t, lease_t, node_t, offload_block_t,
-    offload_event_t, offload_t, pressure_t, profile_t, radix_t, rank_t, request_t, run_t, signal_t, slot_t,
+    offload_event_t, offload_t, pressure_t, profile_t, radix_t, rank_t, request_t, run_t, signal_t,
     transfer_block_t, transfer_t,
 )
 from kvsim._core.xxh3 cimport xxh3_64
@@ -60,8 +61,10 @@ _SECTIONS = {
     "handoffs": layout.HANDOFF,
     "ids": np.dtype("<i4"),
     "free_stack": np.dtype("<i4"),
+    "inactive": np.dtype("<i4"),
     "blocks": layout.BLOCK,
-    "slots": layout.HASH_SLOT,
+    "copies": layout.COPY,
+    "heads": np.dtype("<i4"),
     "tables": np.dtype("<i4"),
     "events": layout.EVENT,
     "event_blocks": layout.EVENT_BLOCK,
@@ -73,7 +76,7 @@ _SECTIONS = {
     "runs": layout.RUN,
     "host": layout.HOST,
     "host_entries": layout.HOST_ENTRY,
-    "host_index": np.dtype("<i4"),
+    "host_index": np.dtype("<u8"),
     "transfers": layout.TRANSFER,
     "transfer_blocks": layout.TRANSFER_BLOCK,
     "offloads": layout.OFFLOAD,
@@ -83,7 +86,7 @@ _SECTIONS = {
 }
 
 #: Sections that only the paged engines use, and only the radix engine: the others hold one row of them.
-_PAGED_SECTIONS = ("free_stack", "blocks", "slots", "tables")
+_PAGED_SECTIONS = ("free_stack", "inactive", "blocks", "copies", "heads", "tables")
 _RADIX_SECTIONS = ("radix", "leases", "nodes", "node_index", "evict_heap", "runs")
 
 #: Sections of the host tier; a rank without one holds one row of each.
@@ -179,7 +182,9 @@ cdef class RankState:
         self._set_profile(profile)
         sizes = {
             "config": 1, "header": 1, "running": 64, "requests": 64, "handoffs": 64, "ids": 128, "free_stack": blocks,
-            "blocks": blocks + 1, "slots": power_of_two(2 * blocks) if config["caching"][0] else 1,
+            "blocks": blocks, "copies": blocks if config["caching"][0] else 1,
+            "heads": power_of_two(blocks) if config["caching"][0] else 1,
+            "inactive": power_of_two(2 * blocks) if config["caching"][0] else 1,
             "tables": 4096, "events": 64 if config["emit_events"][0] else 1,
             "event_blocks": 256 if config["emit_events"][0] else 1,
             "radix": 1, "leases": 64, "nodes": 64, "node_index": 128, "evict_heap": 64, "runs": power_of_two(max(1024, min(blocks // 2, 1 << 20))),
@@ -197,6 +202,7 @@ cdef class RankState:
         self._bind_arena()
         self._alloc_scratch(64)
         memcpy(self.r.config, address(np.ascontiguousarray(config)), sizeof(config_t))
+        self._alloc_wheel()
         self._reset(<uint64_t>seed)
 
     def _plan(self, sizes):
@@ -224,8 +230,10 @@ cdef class RankState:
         r.handoffs = <handoff_t*>(base + <int64_t>o["handoffs"][0])
         r.ids = <int32_t*>(base + <int64_t>o["ids"][0])
         r.free_stack = <int32_t*>(base + <int64_t>o["free_stack"][0])
+        r.inactive = <int32_t*>(base + <int64_t>o["inactive"][0])
         r.blocks = <block_t*>(base + <int64_t>o["blocks"][0])
-        r.slots = <slot_t*>(base + <int64_t>o["slots"][0])
+        r.copies = <copy_t*>(base + <int64_t>o["copies"][0])
+        r.heads = <int32_t*>(base + <int64_t>o["heads"][0])
         r.tables = <int32_t*>(base + <int64_t>o["tables"][0])
         r.events = <event_t*>(base + <int64_t>o["events"][0])
         r.event_blocks = <event_block_t*>(base + <int64_t>o["event_blocks"][0])
@@ -237,7 +245,7 @@ cdef class RankState:
         r.runs = <run_t*>(base + <int64_t>o["runs"][0])
         r.host = <host_t*>(base + <int64_t>o["host"][0])
         r.host_entries = <host_entry_t*>(base + <int64_t>o["host_entries"][0])
-        r.host_index = <int32_t*>(base + <int64_t>o["host_index"][0])
+        r.host_index = <uint64_t*>(base + <int64_t>o["host_index"][0])
         r.transfers = <transfer_t*>(base + <int64_t>o["transfers"][0])
         r.transfer_blocks = <transfer_block_t*>(base + <int64_t>o["transfer_blocks"][0])
         r.offloads = <offload_t*>(base + <int64_t>o["offloads"][0])
@@ -256,7 +264,8 @@ cdef class RankState:
         r.cap_requests = o["requests"][1]
         r.mask_ids = <int64_t>o["ids"][1] - 1
         r.cap_tables = o["tables"][1]
-        r.mask_slots = <int64_t>o["slots"][1] - 1
+        r.mask_inactive = <int64_t>o["inactive"][1] - 1
+        r.mask_heads = <int64_t>o["heads"][1] - 1
         r.cap_events = o["events"][1]
         r.cap_event_blocks = o["event_blocks"][1]
 
@@ -291,9 +300,10 @@ cdef class RankState:
         r.due = r.retracted + requests + 1
         r.since = r.due + requests + 1
         r.hits = r.since + requests + 1
-        if self._hints is None:
-            self._hints = np.zeros(self._offsets["blocks"][1], np.int32)
-            r.ahead = <int32_t*>address(self._hints)
+        r.found_of = NO_SLOT
+        if self._found is None:
+            self._found = np.zeros(self._offsets["blocks"][1], np.int32)
+            r.found = <int32_t*>address(self._found)
         if self._signals is None:
             self._signals = np.zeros(requests, layout.SIGNAL)
             self._pressures = np.zeros(16, layout.PRESSURE)
@@ -301,6 +311,12 @@ cdef class RankState:
             r.cap_signals = requests
             r.pressures = <pressure_t*>address(self._pressures)
             r.cap_pressures = 16
+
+    def _alloc_wheel(self):
+        """The wheel of coasting requests, which depends on the configuration alone."""
+        if self.r.config.engine == RADIX:
+            self._wheel = np.zeros(self.r.config.block_size, np.int32)
+            self.r.wheel = <int32_t*>address(self._wheel)
 
     def _reset(self, uint64_t seed):
         cdef rank_t* r = &self.r
@@ -314,14 +330,14 @@ cdef class RankState:
         # The top of the stack is handed out first: block 0.
         for i in range(blocks):
             r.free_stack[i] = <int32_t>(blocks - 1 - i)
-            r.blocks[i].prev = NO_BLOCK
-            r.blocks[i].next = NO_BLOCK
-        r.blocks[blocks].prev = <int32_t>blocks
-        r.blocks[blocks].next = <int32_t>blocks
+            r.blocks[i].place = NO_BLOCK
+            r.blocks[i].link = NO_BLOCK
+            r.blocks[i].follow = NO_BLOCK
         r.header.num_free = blocks
-        for i in range(r.mask_slots + 1 if r.config.engine != RADIX else 0):
-            r.slots[i].first = NO_BLOCK
-            r.slots[i].last = NO_BLOCK
+        for i in range(r.mask_heads + 1 if r.config.engine != RADIX else 0):
+            r.heads[i] = NO_BLOCK
+        for i in range(r.mask_inactive + 1 if r.config.engine != RADIX else 0):
+            r.inactive[i] = NO_BLOCK
         host_reset(r)
         r.header.waiting_head = NO_SLOT
         r.header.waiting_tail = NO_SLOT
@@ -752,6 +768,42 @@ cdef class RankState:
             memcpy(address(runs), content.runs, <size_t>content.num_runs * sizeof(run_t))
         return runs
 
+    def content_hashes(self, int32_t slot):
+        """Block hashes of a live request of the paged engines: a copy."""
+        cdef const content_t* content = &self.r.contents[slot]
+        hashes = np.empty(content.num_hashes, np.uint64)
+        if content.num_hashes > 0:
+            memcpy(address(hashes), content.hashes, <size_t>content.num_hashes * sizeof(uint64_t))
+        return hashes
+
+    def inactive_blocks(self):
+        """Ids of the inactive blocks, the next victim first."""
+        cdef header_t* h = self.r.header
+        cdef int64_t at
+        return np.array([
+            self.r.inactive[at & self.r.mask_inactive] for at in range(h.inactive_head, h.inactive_tail)
+            if self.r.inactive[at & self.r.mask_inactive] != NO_BLOCK
+        ], np.int32)
+
+    def lookup(self, int32_t slot):
+        """Leading blocks of a live request that are findable, in the order of its prompt."""
+        cdef int64_t i
+        cdef int32_t b = NO_BLOCK
+        found = []
+        for i in range(self.r.requests[slot].hashed):
+            b = prefix_find(&self.r, b, self.r.contents[slot].hashes[i])
+            if b == NO_BLOCK:
+                break
+            found.append(b)
+        return np.array(found, np.int32)
+
+    def remembered(self, int32_t slot):
+        """(blocks, how many are in use) that the next lookup of a live request would not look up again."""
+        cdef int64_t i
+        if not lease_remembers(&self.r, slot):
+            return np.empty(0, np.int32), 0
+        return np.array([self.r.found[i] for i in range(self.r.num_found)], np.int32), self.r.found_active
+
     @property
     def num_signals(self):
         return self.r.num_signals
@@ -822,8 +874,8 @@ cdef class RankState:
     # ------------------------------------------------------------ looking in
 
     def _used(self):
-        """Rows in use of each section, for whoever looks from outside: who coasts lands first."""
-        engine_land(&self.r)
+        """Rows in use of each section, for whoever looks from outside: those of who coasts are written first."""
+        engine_sync(&self.r)
         return self._rows()
 
     def _rows(self):
@@ -831,7 +883,9 @@ cdef class RankState:
         cdef header_t* h = self.r.header
         used = {
             "config": 1, "header": 1, "running": h.num_running, "requests": h.high_water,
-            "handoffs": h.high_water, "ids": self.r.mask_ids + 1, "free_stack": h.num_free, "blocks": self.r.config.num_blocks, "slots": self.r.mask_slots + 1,
+            "handoffs": h.high_water, "ids": self.r.mask_ids + 1, "free_stack": h.num_free, "blocks": self.r.config.num_blocks,
+            "copies": self.r.config.num_blocks if self.r.config.caching else 1, "heads": self.r.mask_heads + 1,
+            "inactive": self.r.mask_inactive + 1,
             "tables": h.table_used, "events": h.num_events, "event_blocks": h.num_event_blocks,
             "radix": 0, "leases": 0, "nodes": 0, "runs": 0, "node_index": 0, "evict_heap": 0,
         }
@@ -848,17 +902,14 @@ cdef class RankState:
             used.update({
                 "radix": 1, "leases": h.high_water, "nodes": self.r.radix.num_nodes, "runs": self.r.radix.runs_used,
                 "node_index": self.r.mask_nodes + 1, "evict_heap": self.r.radix.heap_size, "free_stack": 0, "blocks": 0,
-                "slots": 0, "tables": 0,
+                "inactive": 0, "copies": 0, "heads": 0, "tables": 0,
             })
         return used
 
     def view(self, name, writable=False):
         """Rows in use of one section, no copy. Read-only unless a test asks otherwise."""
         used = self._used()
-        if name == "sentinel":
-            array = self._section("blocks", layout.BLOCK, self.r.config.num_blocks + 1)[self.r.config.num_blocks:]
-        else:
-            array = self._section(name, _SECTIONS[name], used[name])
+        array = self._section(name, _SECTIONS[name], used[name])
         array.flags.writeable = writable
         return array
 
@@ -932,7 +983,7 @@ cdef class RankState:
         at.offset = 0
         if pages > self.r.radix.available:
             raise CommandError(f"pages: the pool has {self.r.radix.available} free, got {pages}")
-        last = radix_insert(&self.r, node, at, pages, &found)
+        last = radix_insert(&self.r, node, at, pages, at.run + len(runs), &found)
         self.r.radix.available -= pages - found
         return found, last
 
@@ -967,6 +1018,7 @@ cdef class RankState:
         other._contents_memory = self._contents_memory
         other._contents = list(self._contents)
         other._alloc_scratch(self._offsets["requests"][1])
+        other._alloc_wheel()
         return other
 
     def save(self):
@@ -989,13 +1041,13 @@ cdef class RankState:
         if config != self.view("config").tobytes():
             self._offsets = old
             raise SnapshotError("the snapshot was taken under another configuration")
+        engine_land(&self.r)
         self.arena = np.array(arena, np.uint8, copy=True)
         self._bind_arena()
         self._contents = list(contents)
         self._contents_memory = None
         self._admissions = None
         self._lists = None
-        coast_clear(&self.r)
         self._alloc_scratch(sizes["requests"])
         for i, content in enumerate(self._contents):
             if content is None:
@@ -1009,7 +1061,7 @@ cdef class RankState:
         if self.r.config.engine == RADIX:
             names += ["radix", "leases", "nodes", "evict_heap", "runs"]
         else:
-            names += ["free_stack", "blocks", "sentinel", "tables"] + (["slots"] if self.r.config.caching else [])
+            names += ["free_stack", "inactive", "blocks", "tables"] + (["copies", "heads"] if self.r.config.caching else [])
         if self.r.config.host:
             names += [name for name in _HOST_SECTIONS if name != "host_index"]
         for name in names:
@@ -1022,8 +1074,7 @@ cdef class RankState:
 def _copy_rows(source, source_offsets, target, target_offsets, used):
     """Copy the rows in use of every section from one arena to another."""
     for name, dtype in _SECTIONS.items():
-        # The sentinel of the inactive list is the row after the last block.
-        count = (used[name] + (name == "blocks")) * dtype.itemsize
+        count = used[name] * dtype.itemsize
         if not count:
             continue
         start, where = source_offsets[name][0], target_offsets[name][0]
@@ -1045,7 +1096,7 @@ def check_layout():
     cdef request_t request
     cdef handoff_t handoff
     cdef block_t block
-    cdef slot_t slot
+    cdef copy_t copy
     cdef event_t event
     cdef event_block_t event_block
     cdef signal_t signal
@@ -1064,7 +1115,7 @@ def check_layout():
     cdef offload_block_t offload_block
     sizes = {
         "CONFIG": sizeof(config_t), "HEADER": sizeof(header_t), "REQUEST": sizeof(request_t),
-        "HANDOFF": sizeof(handoff_t), "BLOCK": sizeof(block_t), "HASH_SLOT": sizeof(slot_t), "EVENT": sizeof(event_t), "EVENT_BLOCK": sizeof(event_block_t),
+        "HANDOFF": sizeof(handoff_t), "BLOCK": sizeof(block_t), "COPY": sizeof(copy_t), "EVENT": sizeof(event_t), "EVENT_BLOCK": sizeof(event_block_t),
         "SIGNAL": sizeof(signal_t), "ADMISSION": sizeof(admission_t), "PRESSURE": sizeof(pressure_t),
         "RADIX": sizeof(radix_t), "LEASE": sizeof(lease_t), "NODE": sizeof(node_t), "RUN": sizeof(run_t),
         "HOST": sizeof(host_t), "HOST_ENTRY": sizeof(host_entry_t), "TRANSFER": sizeof(transfer_t),
@@ -1092,9 +1143,9 @@ def check_layout():
         elif name == "BLOCK":
             memcpy(&block, data, size)
             fields = block
-        elif name == "HASH_SLOT":
-            memcpy(&slot, data, size)
-            fields = slot
+        elif name == "COPY":
+            memcpy(&copy, data, size)
+            fields = copy
         elif name == "EVENT":
             memcpy(&event, data, size)
             fields = event

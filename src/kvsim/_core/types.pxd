@@ -56,6 +56,13 @@ cdef enum request_flag:
     MATERIALISED = 32  # activated and not admitted yet: enters without prefill
     CROWDED = 64       # alone, it found no block for what it emits: it enters only when there is one
 
+cdef enum block_flag:  # layout.BlockFlag
+    FINDABLE = 1   # by its hash
+    NEWER = 2      # there is an older copy of the hash, which lookups take
+    COPIED = 4     # the oldest of several copies
+    ROOTED = 8     # found through `heads`, not through the block before it
+    BRANCHED = 16  # a block behind it is, or was, found through `heads`
+
 cdef enum host_flag:
     CONNECTOR = 1  # waits in the queue of those that look at transfers
     UNSTORED = 2   # has complete prompt blocks that the host was not asked to take
@@ -230,6 +237,8 @@ cdef struct header_t:  # every scalar of the rank; one row
     int64_t num_event_blocks
     int64_t num_free              # blocks without content, on the stack
     int64_t num_inactive          # findable blocks without references
+    int64_t inactive_head         # places of the queue ever left, and ever taken: modulo its length
+    int64_t inactive_tail
     int64_t num_reserved          # free blocks promised inside a pass
     int64_t table_used            # bump pointer of the block-table heap
     int64_t running_blocks        # table entries of running requests
@@ -309,11 +318,15 @@ cdef struct handoff_t:  # the half of a handoff that a request is, by request ro
 cdef struct block_t:  # 32 bytes
     uint64_t hash
     int32_t refs
-    int32_t prev                  # inactive list, oldest first
+    int32_t place                 # in `inactive`, NO_BLOCK: not there
+    int32_t link                  # block before it in its prompt; ROOTED: next in its chain; NEWER: the oldest copy, once
+    int32_t follow                # block behind it in a prompt, found through it
+    int32_t hashed                # block_flag, 0: not findable
+    int32_t unused
+
+cdef struct copy_t:  # 8 bytes: ring of the copies of one hash, from older to newer; zero where there is but one
+    int32_t prev
     int32_t next
-    int32_t copy_prev             # copies of the same hash, oldest first
-    int32_t copy_next
-    int32_t hashed                # 1: findable by `hash`
 
 cdef struct host_t:  # host tier: its scalars; one row
     int64_t next_transfer         # id of the next transfer
@@ -346,7 +359,7 @@ cdef struct host_t:  # host tier: its scalars; one row
     int32_t connector_tail
     int32_t span_free[TABLE_CLASSES]  # heads of the free spans of 2**k transfer blocks
 
-cdef struct host_entry_t:  # a block in the host; 40 bytes
+cdef struct host_entry_t:  # a block in the host; 48 bytes
     uint64_t hash
     int64_t epoch                 # recency; equal in a cohort
     int64_t cohort                # stamp of the last cohort it was looked at for
@@ -354,6 +367,8 @@ cdef struct host_entry_t:  # a block in the host; 40 bytes
     int32_t pins                  # loads that read it, -1: row not in use
     int32_t prev                  # LRU list, oldest first
     int32_t next                  # LRU list, or list of unused rows
+    int32_t ahead                 # hint: stood a few places further on in the LRU list once, NO_SLOT: nobody did
+    int32_t unused
 
 cdef struct transfer_t:  # 64 bytes
     int64_t id
@@ -378,12 +393,15 @@ cdef struct transfer_block_t:  # 40 bytes
     int32_t block                 # store: the device block it reads
     int32_t unused
 
-cdef struct offload_t:  # what the host tier knows of a request, by request row; 24 bytes
+cdef struct offload_t:  # what the host tier knows of a request, by request row; 40 bytes
     int64_t progress              # connector queue: asleep as long as `host_t.progress` is this
     int32_t next_store            # leading prompt blocks the host was asked to take, or has
     int32_t latest_store          # row of its newest store, NO_SLOT: none under way
     int32_t load                  # row of its load, NO_SLOT: none under way
     int32_t device_blocks         # leading blocks found on the device when its load was decided; -1: no load waits for admission
+    int64_t looked                # `host_t.next_transfer` when all prompt blocks were looked up last, -1: never
+    int32_t absent_from           # prompt blocks from this one on were not in the host then
+    int32_t unused
 
 cdef struct offload_event_t:  # an observation
     double at_ms
@@ -446,11 +464,6 @@ cdef struct radix_t:  # radix engine: its scalars; one row
     int32_t retry                 # retry_kind of the last pass
     int32_t flushed               # leading events of the buffer that were handed out
     int32_t run_free[TABLE_CLASSES]
-
-cdef struct slot_t:  # 16 bytes: hash table of findable blocks
-    uint64_t hash
-    int32_t first                 # oldest copy, NO_BLOCK: empty slot
-    int32_t last
 
 cdef struct event_t:
     int64_t event_id
@@ -546,6 +559,7 @@ cdef struct coast_t:  # coast.pxd: the leading entries of `running` whose rows s
     int64_t count
     int64_t sum                   # of their lengths now, and of the squares
     int64_t squares
+    int64_t wheel_at              # radix: entry of `wheel` for the next step
     int32_t tick                  # passes since the first of them joined
     int32_t next_due              # no entry of `due` is earlier
     int32_t wanted                # whoever drives the rank lets requests coast
@@ -660,9 +674,11 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int32_t* running
     int32_t* ids                  # id -> row, linear probing
     int32_t* tables               # heap of block tables
-    block_t* blocks               # num_blocks rows and a sentinel: the ends of the inactive list
+    block_t* blocks
     int32_t* free_stack
-    slot_t* slots
+    int32_t* inactive             # findable blocks without references, the next victim first; with gaps
+    copy_t* copies                # by block
+    int32_t* heads                # hash -> chain of blocks that are not found through another
     event_t* events
     event_block_t* event_blocks
     radix_t* radix                # radix engine: the tree
@@ -673,7 +689,7 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     run_t* runs                   # heap of the edges' runs
     host_t* host                  # host tier
     host_entry_t* host_entries
-    int32_t* host_index           # hash -> entry, linear probing
+    uint64_t* host_index          # lower half of a hash and its entry, linear probing; all bits set: empty
     transfer_t* transfers
     transfer_block_t* transfer_blocks
     offload_t* offloads           # by request row
@@ -692,7 +708,8 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int64_t cap_requests
     int64_t mask_ids
     int64_t cap_tables
-    int64_t mask_slots
+    int64_t mask_inactive
+    int64_t mask_heads
     int64_t cap_events
     int64_t cap_event_blocks
     # beside the arena
@@ -705,12 +722,17 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int32_t* burst                # scratch: tokens each of them emits
     int32_t* terminal             # scratch: rows that end without a token
     int32_t* retracted            # scratch: rows that were retracted
+    int32_t* found                # scratch: findable leading blocks of request row `found_of`, see lease_find
+    int64_t num_found
+    int64_t found_active          # how many of them are in use
+    int64_t found_first           # place in the queue of the first that would be evicted, before it is taken modulo
+    int64_t found_uses            # `uses` then
+    int64_t uses                  # grows whenever blocks are held or dropped
+    int32_t found_of
     int32_t* due                  # beside `running`: tick at which a coasting request needs something
     int32_t* since                # by row: tick that the row of a coasting request shows
     int32_t* hits                 # scratch: entries of `running` that are due
-    int32_t* ahead                # hint: block that became inactive 4 after this one
-    int32_t recent[4]             # hint: the last blocks that became inactive
-    uint32_t recent_at
+    int32_t* wheel                # radix: how many of those who coast open a page, by tick modulo the block size
     int64_t num_signals
     int64_t num_rejected
     int64_t num_admissions
