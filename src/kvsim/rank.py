@@ -67,6 +67,8 @@ from kvsim.timing import TimingParameters, resolve_timing
 __all__ = ["RankSnapshot", "SchedulerRank", "StuckHead"]
 
 _MASK64 = (1 << 64) - 1
+#: Room that is made before requests come, at most.
+_MOST_EXPECTED = 512
 _MAX_TOKENS = 2**31 - 1
 _UNLIMITED = 2**62
 #: One decimal GB/s.
@@ -396,6 +398,8 @@ class SchedulerRank:
         Hooks around the transfers of `native_host_offload`.
     policy : Policy or str, optional
         Scheduling policy; the backend's own if omitted.
+    expected_requests : int
+        Live requests for which there is room from the start; more find room when they come, at the cost of a copy.
 
     Raises
     ------
@@ -434,6 +438,7 @@ class SchedulerRank:
         timing: Any = None,
         observer: HostOffloadObserver | None = None,
         policy: Policy | str | None = None,
+        expected_requests: int = 64,
     ) -> None:
         self._host = config.native_host_offload is not None
         if self._host and identity.dp_size != 1:
@@ -454,6 +459,7 @@ class SchedulerRank:
             policy,
             self._params.model,
             self._params.profile,
+            min(expected_requests, _MOST_EXPECTED),
         )
         self._state.observed = self._host and observer is not None
         self._handoffs = RankHandoffs(self._state, config)

@@ -20,6 +20,7 @@ class RankState:
         policy: Any = None,
         timing: Any = None,
         profile: Mapping[str, npt.NDArray[np.float64]] | None = None,
+        requests: int = 64,
     ) -> None: ...
     @property
     def arena(self) -> npt.NDArray[np.uint8]: ...

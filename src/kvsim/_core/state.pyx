@@ -174,20 +174,24 @@ cdef class RankState:
         self.r.score = score_by_policy
         self._outgrown = []
 
-    def __init__(self, config, seed, policy=None, timing=None, profile=None):
+    def __init__(self, config, seed, policy=None, timing=None, profile=None, int64_t requests=64):
         cdef int64_t blocks = config["num_blocks"][0]
         cdef bint radix = config["engine"][0] == RADIX
         self._policy = policy
         self._timing = timing
         self._set_profile(profile)
+        requests = power_of_two(max(64, requests))
+        # The spans of block tables are powers of two, and prefixes stand in several.
         sizes = {
-            "config": 1, "header": 1, "running": 64, "requests": 64, "handoffs": 64, "ids": 128, "free_stack": blocks,
+            "config": 1, "header": 1, "running": requests, "requests": requests, "handoffs": requests,
+            "ids": 2 * requests, "free_stack": blocks,
             "blocks": blocks, "copies": blocks if config["caching"][0] else 1,
             "heads": power_of_two(blocks) if config["caching"][0] else 1,
             "inactive": power_of_two(2 * blocks) if config["caching"][0] else 1,
-            "tables": 4096, "events": 64 if config["emit_events"][0] else 1,
+            "tables": 4096 if requests == 64 else power_of_two(max(4096, 2 * blocks)), "events": 64 if config["emit_events"][0] else 1,
             "event_blocks": 256 if config["emit_events"][0] else 1,
-            "radix": 1, "leases": 64, "nodes": 64, "node_index": 128, "evict_heap": 64, "runs": power_of_two(max(1024, min(blocks // 2, 1 << 20))),
+            "radix": 1, "leases": requests, "nodes": requests, "node_index": 2 * requests, "evict_heap": requests,
+            "runs": power_of_two(max(1024, min(blocks // 2, 1 << 20))),
         }
         for name in _PAGED_SECTIONS if radix else _RADIX_SECTIONS:
             sizes[name] = 1
@@ -196,11 +200,11 @@ cdef class RankState:
             entries = power_of_two(min(int(config["host_blocks"][0]), 1024))
             sizes.update({
                 "host_entries": entries, "host_index": 2 * entries, "transfers": 64, "transfer_blocks": 1024,
-                "offloads": 64, "sources": blocks, "offload_events": 64, "offload_blocks": 1024,
+                "offloads": requests, "sources": blocks, "offload_events": 64, "offload_blocks": 1024,
             })
         self.arena = np.zeros(self._plan(sizes), np.uint8)
         self._bind_arena()
-        self._alloc_scratch(64)
+        self._alloc_scratch(requests)
         memcpy(self.r.config, address(np.ascontiguousarray(config)), sizeof(config_t))
         self._alloc_wheel()
         self._reset(<uint64_t>seed)

@@ -163,6 +163,7 @@ class Run:
             # Only captured outputs show their ids.
             self._fleet.set_content(workload.specs, workload.planned if capture_outputs else None, source, int(kind))
         self.ranks: list[SchedulerRank] = []
+        expected = len(workload) if concurrency is None else min(len(workload), concurrency)
         self._pools = [
             RunPool(
                 kind,
@@ -170,7 +171,7 @@ class Run:
                 spec.dp_size,
                 WorkerPool(kind, spec.workers, startup_ms=spec.startup_ms, log=self.lifecycle),
                 self._placements[kind],
-                partial(_make_ranks, self.configs[kind], spec.dp_size, timing, policy),
+                partial(_make_ranks, self.configs[kind], spec.dp_size, timing, policy, expected),
                 self._fleet,
                 PlacedRequests(self.driver, self.configs[kind].tokens_per_block),
                 None if kind is Pool.DECODE else self._tokenization,
@@ -416,10 +417,12 @@ def _engine_config(spec: PoolSpec, kind: Pool, seed: int, events: bool) -> Engin
 
 
 def _make_ranks(
-    config: EngineConfig, dp_size: int, timing: Any, policy: Policy | str | None, worker: int
+    config: EngineConfig, dp_size: int, timing: Any, policy: Policy | str | None, requests: int, worker: int
 ) -> list[SchedulerRank]:
     return [
-        SchedulerRank(RankIdentity(worker, rank, dp_size), config, timing=timing, policy=policy)
+        SchedulerRank(
+            RankIdentity(worker, rank, dp_size), config, timing=timing, policy=policy, expected_requests=requests
+        )
         for rank in range(dp_size)
     ]
 
