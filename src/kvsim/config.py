@@ -24,6 +24,7 @@ __all__ = [
     "EngineConfig",
     "ExternalTiming",
     "FixedTiming",
+    "KvbmTiers",
     "NativeHostOffload",
     "NpzTiming",
     "PolynomialTiming",
@@ -160,6 +161,35 @@ class NativeHostOffload(_Strict, frozen=True):
         _number(self, "h2d_bandwidth_gbps", at=at)
 
 
+class KvbmTiers(_Strict, frozen=True):
+    """KV tiers that take what the pool evicts (spec/host-offload.md part B): host (G2), disk (G3), object store (G4).
+
+    Parameters
+    ----------
+    num_g2_blocks : int
+        Capacity of host memory, > 0.
+    num_g3_blocks : int
+        Capacity of the disk; 0 is none.
+    g4_storage : bool
+        An object store without limit.
+    offload_batch_size : int
+        Blocks per transfer and transfers at a time; 0 is 32.
+    g1_to_g2_gbps, g2_to_g1_gbps, g2_to_g3_gbps, g3_to_g2_gbps, g2_to_g4_gbps, g4_to_g2_gbps : float
+        Decimal GB/s, finite; 0 or less is instantaneous.
+    """
+
+    num_g2_blocks: int
+    num_g3_blocks: int = 0
+    g4_storage: bool = False
+    offload_batch_size: int = 32
+    g1_to_g2_gbps: float = 14.0
+    g2_to_g1_gbps: float = 14.0
+    g2_to_g3_gbps: float = 7.0
+    g3_to_g2_gbps: float = 7.0
+    g2_to_g4_gbps: float = 4.0
+    g4_to_g2_gbps: float = 4.0
+
+
 class EngineConfig(_Strict, frozen=True):
     """Configuration of one scheduler rank.
 
@@ -236,6 +266,7 @@ class EngineConfig(_Strict, frozen=True):
     kv_transfer_bytes_per_token: int | None = None
     kv_cache_bytes_per_token: int | None = None
     native_host_offload: NativeHostOffload | None = None
+    kvbm_tiers: KvbmTiers | None = None
     kv_transfer_bandwidth: float | None = None
     kv_transfer_timing_mode: Literal["full_prompt", "destination_missing"] = "full_prompt"
     timing_model: TimingSpec = msgspec.field(default_factory=PolynomialTiming)
