@@ -51,7 +51,7 @@ MASK64 = 2**64 - 1
 WAITING, RUNNING, PREEMPTED = "waiting", "running", "preempted"
 
 
-class Blocked(Exception):
+class Blocked(Exception):  # noqa: N818
     """An allocation has to wait for what it pushed out."""
 
     def __init__(self, offload: Offload) -> None:
@@ -1269,8 +1269,9 @@ class PagedModel(HandoffRank):
         return InternalEffects(lifecycle, self._drain_events())
 
     def tick_offload_transport_only(self, now_ms: float) -> InternalEffects:
+        """While a pass is in flight; the events of a pass that shows its own at its end wait for them."""
         self._tick(now_ms)
-        return InternalEffects([], self._drain_events())
+        return InternalEffects([], self._drain_events() if self.rules.kv_events_at_pass_start else [])
 
     def retry_pending_destinations(self) -> list[Any]:
         pending = self.handoffs.pending

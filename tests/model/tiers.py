@@ -175,6 +175,8 @@ class Tiers:
         #: (time, place of its link, transfer): what has ended and nobody has seen yet
         self.ended: list[tuple[float, int, int]] = []
         self.now = 0.0
+        # What happened: swap-ins, blocks copied down in the background and staged, evicted blocks that were not moved.
+        self.began = self.returned = self.cancelled = self.copied = self.staged = self.filtered = 0
 
     # ------------------------------------------------------------ time
 
@@ -235,6 +237,7 @@ class Tiers:
         for slot, key in victims:
             if key is None or key in self.g2.cells or self.g2.room < 1:
                 offload.spare_slots.append(slot)
+                self.filtered += 1
                 continue
             self._take_place(key)
             passed.append((slot, key))
@@ -294,6 +297,7 @@ class Tiers:
                 store.take(key)
                 self.g2.pin(key)
                 passed.append(key)
+        self.copied += len(passed)
         self.queued[name] += [
             Batch(passed[first : first + self.batch_size]) for first in range(0, len(passed), self.batch_size)
         ]
@@ -325,6 +329,8 @@ class Tiers:
             self.g2.unpin(key)
 
     def begin(self, swap: SwapIn, now: float) -> None:
+        self.began += 1
+        self.staged += len(swap.from_g3) + len(swap.from_g4)
         for key in (*swap.from_g3, *swap.from_g4):
             self._take_place(key)
         for name, store, keys in (("g3_to_g2", self.g3, swap.from_g3), ("g4_to_g2", self.g4, swap.from_g4)):
@@ -356,6 +362,8 @@ class Tiers:
 
     def release(self, swap: SwapIn) -> None:
         """A swap-in is over: nobody reads its sources any more."""
+        self.returned += not swap.cancelled
+        self.cancelled += swap.cancelled
         for key in reversed(swap.keys):
             self.g2.unpin(key)
 
