@@ -829,3 +829,27 @@ class RouterIndex:
             assert block.block_hash not in self.present, f"block {block.block_hash} is stored twice"
             self.present.add(block.block_hash)
             self.stores += 1
+
+
+class TierIndex(RouterIndex):
+    """A router index per tier; ids count over both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host: set[int] = set()
+
+    def replay(self, events: Any) -> None:
+        for event in events:
+            if event.storage_tier == "device":
+                super().replay([event])
+                continue
+            assert event.event_id == self.next_id
+            self.next_id += 1
+            if hasattr(event.data, "blocks"):
+                new = [block.block_hash for block in event.data.blocks]
+                assert len(set(new)) == len(new)
+                assert self.host.isdisjoint(new)
+                self.host.update(new)
+            else:
+                assert self.host.issuperset(event.data.block_hashes)
+                self.host.difference_update(event.data.block_hashes)

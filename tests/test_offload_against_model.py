@@ -33,7 +33,7 @@ from kvsim.offload import HostOffloadRecorder
 from kvsim.rank import SchedulerRank
 from model.host import Record
 from model.paged import PagedModel
-from support import Pair, RouterIndex, plain
+from support import Pair, TierIndex, plain
 
 EXAMPLES = int(os.environ.get("KVSIM_EXAMPLES", "200"))
 PARTS = 10
@@ -60,30 +60,6 @@ def random_config(rng: random.Random) -> EngineConfig:
             num_host_blocks=rng.choice([1, 2, 4, 7, 30]), d2h_bandwidth_gbps=links[0], h2d_bandwidth_gbps=links[1]
         ),
     )
-
-
-class TierIndex(RouterIndex):
-    """A router index per tier; ids count over both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.host: set[int] = set()
-
-    def replay(self, events: Any) -> None:
-        for event in events:
-            if event.storage_tier == "device":
-                super().replay([event])
-                continue
-            assert event.event_id == self.next_id
-            self.next_id += 1
-            if hasattr(event.data, "blocks"):
-                new = [block.block_hash for block in event.data.blocks]
-                assert len(set(new)) == len(new)
-                assert self.host.isdisjoint(new)
-                self.host.update(new)
-            else:
-                assert self.host.issuperset(event.data.block_hashes)
-                self.host.difference_update(event.data.block_hashes)
 
 
 def observed(request_id: int, event: HostOffloadEvent) -> tuple[Any, ...]:
