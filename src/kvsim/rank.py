@@ -821,6 +821,9 @@ class SchedulerRank:
     def tick_offload_transport_only(self, now_ms: float) -> InternalEffects:
         """As `tick_offload_only`, without trying a destination: for while a pass is in flight.
 
+        Where a pass shows its KV events at its end, those of transfers wait for
+        it, too: they are later in the same stream.
+
         Raises
         ------
         CommandError
@@ -830,7 +833,8 @@ class SchedulerRank:
         if not self._tiers:
             return InternalEffects()
         self._state.transport(now_ms)
-        return InternalEffects(kv_events=self._drain_events())
+        events = self._drain_events() if self.config.rules.kv_events_at_pass_start else _EMPTY_EVENTS
+        return InternalEffects(kv_events=events)
 
     def _check_time(self, now_ms: float) -> None:
         self._check_alive()

@@ -132,6 +132,8 @@ class Live:
     asleep: bool = False
     #: an allocation for it had to push blocks out, which is not over
     dependency: Offload | None = None
+    #: leading blocks in the pool when its first swap-in began
+    swap_base: int | None = None
 
     @property
     def length(self) -> int:
@@ -1080,10 +1082,11 @@ class PagedModel(HandoffRank):
         return "queued"
 
     def _attribution(self, request: Live, reused: int) -> tuple[int, int] | None:
-        """Tokens of the first admission that came from the device and from host memory."""
-        if self.host is None or request.admitted_before:
+        """Tokens of the first admission that came from the device and from below it."""
+        if (self.host is None and self.tiers is None) or request.admitted_before:
             return None
-        device = reused if request.load is None else min(request.load.base * self.block_size, reused)
+        base = request.swap_base if request.load is None else request.load.base
+        device = reused if base is None else min(base * self.block_size, reused)
         return (device, reused - device)
 
     def _store_deadline(self, transfer_id: int | None) -> float:
@@ -1221,6 +1224,8 @@ class PagedModel(HandoffRank):
         self.tiers.begin(swap, work.now_ms)
         self.waiting.remove(request)
         self.parked.append(Parked(request, swap, reservation, base))
+        if request.swap_base is None:
+            request.swap_base = base
         work.deferrals += 1
         return "parked"
 
