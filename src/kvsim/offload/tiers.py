@@ -13,4 +13,4 @@ def tiers_attached(config: EngineConfig) -> bool:
     Both `kvbm_tiers` and `kv_cache_bytes_per_token` are needed; one without the
     other is a rank without tiers, not an error.
     """
-    return config.kvbm_tiers is not None and config.kv_cache_bytes_per_token is not None
+    return config.tiers_attached is not None
