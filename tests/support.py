@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kv_index import KvIndex
 from kvsim.config import EngineConfig
 from kvsim.contract import (
     ActivateDestination,
@@ -424,7 +425,7 @@ class Pair:
     now: float = field(default=0.0, init=False)
     in_flight: tuple[RankPass, RankPass] | None = field(default=None, init=False)
     #: what a router makes of every KV event that was shown
-    index: RouterIndex = field(default_factory=lambda: RouterIndex(), init=False)
+    index: KvIndex = field(default_factory=lambda: KvIndex(), init=False)
     ledger: Ledger = field(default_factory=lambda: Ledger(), init=False)
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kv_index import KvIndex
 from kvsim.config import FixedTiming
 from kvsim.contract import (
     ActivateDestination,
@@ -39,7 +40,7 @@ from kvsim.contract import (
 )
 from kvsim.errors import CommandError
 from kvsim.layout import HandoffRole
-from support import Engine, RouterIndex, Step
+from support import Engine, Step
 
 BOTH = pytest.mark.parametrize("ruleset", ["dynamo", "dynamo-1.3"])
 OLD, NEW = "dynamo-1.3", "dynamo"
@@ -525,7 +526,7 @@ def test_v6_the_footprint_is_the_prompt(out: int) -> None:
 def test_v7_a_whole_handoff(ruleset: str, allocated: int) -> None:
     source = prefill(ruleset=ruleset, enable_prefix_caching=True, max_num_batched_tokens=16, num_gpu_blocks=12)
     rank = decode(ruleset=ruleset, emit_kv_events=True)
-    router = RouterIndex()
+    router = KvIndex()
 
     def step() -> Step:
         made = rank.step()
@@ -653,7 +654,7 @@ def test_trtllm_reserves_to_completion_and_shares_no_prefix() -> None:
 
 def test_destinations_share_what_is_resident() -> None:
     rank = decode(emit_kv_events=True, max_num_seqs=4)
-    router = RouterIndex()
+    router = KvIndex()
     assert rank.reserve(1, 10, range(10)).lifecycle_events == [DestinationReserved(1, 10, 12)]
     effects = rank.do(ActivateDestination(1))
     router.replay(effects.kv_events)
@@ -677,7 +678,7 @@ def test_destinations_share_what_is_resident() -> None:
 
 def test_two_destinations_of_one_prompt_are_announced_once() -> None:
     rank = decode(emit_kv_events=True)
-    router = RouterIndex()
+    router = KvIndex()
     rank.reserve(1, 10, range(8))
     rank.reserve(2, 20, range(8))
     assert rank.active == 4
@@ -692,7 +693,7 @@ def test_two_destinations_of_one_prompt_are_announced_once() -> None:
 
 def test_a_reservation_evicts_and_says_so_at_once() -> None:
     rank = decode(num_gpu_blocks=4, emit_kv_events=True)
-    router = RouterIndex()
+    router = KvIndex()
     rank.submit(1, range(12), 1)
     router.replay(rank.step().effects.kv_events)
     effects = rank.reserve(1, 10, range(100, 112))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kv_index import KvIndex
 from kvsim.contract import (
     ActivateDestination,
     Applied,
@@ -36,7 +37,7 @@ from kvsim.contract import (
     TransferTiming,
 )
 from kvsim.errors import CommandError
-from support import RouterIndex, Step
+from support import Step
 from test_acceptance_sglang import BOTH, LEGACY, MS, REF, Sglang, index
 
 
@@ -512,7 +513,7 @@ def test_f3_a_whole_handoff(ruleset: str) -> None:
     decode = destination(ruleset, chunk=16, emit_kv_events=True)
     prefill, held = held_source(ruleset)
     assert [event.request_id for event in held.effects.lifecycle_events] == [A]
-    router = RouterIndex()
+    router = KvIndex()
     decode.submit(B, range(4), 1)
     step = decode.step(at=0.0)
     assert ended(step) == [B]
@@ -653,7 +654,7 @@ def test_j13_what_is_transferred_is_what_is_not_cached(ruleset: str) -> None:
 
 def test_a_prompt_that_was_cached_meanwhile_is_adopted_when_the_destination_runs() -> None:
     engine = destination(emit_kv_events=True, max_num_seqs=2)
-    router = RouterIndex()
+    router = KvIndex()
     assert reserved(engine.reserve(A, range(8), 4)) == [(A, 8)]
     engine.submit(B, range(8), 1)
     step = engine.step()
@@ -903,7 +904,7 @@ class Player:
                 aic_nextn_accept_rates="1,0",
             )
         self.size = size
-        self.router = RouterIndex()
+        self.router = KvIndex()
         self.next_id = 1
         self.live: set[int] = set()
         self.registered: set[int] = set()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kv_index import KvIndex
 from kvsim.config import FixedTiming, SglangConfig
 from kvsim.contract import (
     Applied,
@@ -29,7 +30,7 @@ from kvsim.contract import (
 from kvsim.errors import CommandError
 from kvsim.layout import RUN
 from model.hashing import chain, local_hash
-from support import Engine, RouterIndex, Step
+from support import Engine, Step
 
 REF, LEGACY = "dynamo", "dynamo-1.3"
 BOTH = pytest.mark.parametrize("ruleset", [REF, LEGACY])
@@ -118,8 +119,8 @@ def sizes(step: Step) -> list[tuple[str, int]]:
     ]
 
 
-def index(steps: list[Step]) -> RouterIndex:
-    router = RouterIndex()
+def index(steps: list[Step]) -> KvIndex:
+    router = KvIndex()
     for step in steps:
         router.replay(step.events)
     return router
@@ -964,7 +965,7 @@ def test_k5_the_survivor_of_a_retraction_stays_indexed(ruleset: str) -> None:
     prompts = {1: [*range(4)], 2: [*range(100, 104)]}
     for request_id, prompt in prompts.items():
         engine.submit(request_id, prompt, 4)
-    router = RouterIndex()
+    router = KvIndex()
     while len(engine.ids("running")) != 1:
         router.replay(engine.step().events)
     [survivor] = engine.ids("running")
@@ -1041,7 +1042,7 @@ def test_k8_random_mixes_on_tiny_pools_keep_every_page_accounted(ruleset: str, s
         aic_nextn_accept_rates=None if nextn is None else "0.5,0.5",
         emit_kv_events=True,
     )
-    router, live = RouterIndex(), 0
+    router, live = KvIndex(), 0
     for request_id in range(60):
         if rng.random() < 0.6:
             length = int(rng.integers(1, 3 * page + 2))

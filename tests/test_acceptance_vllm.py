@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kv_index import KvIndex
 from kvsim.config import FixedTiming
 from kvsim.contract import (
     Applied,
@@ -23,7 +24,7 @@ from kvsim.contract import (
     Submit,
 )
 from kvsim.metrics import Welford
-from support import Engine, RouterIndex
+from support import Engine
 
 BOTH = pytest.mark.parametrize("ruleset", ["dynamo", "dynamo-1.3"])
 OLD, NEW = "dynamo-1.3", "dynamo"
@@ -392,7 +393,7 @@ def test_v24_a_prompt_is_announced_once_with_its_hashes(ruleset: str, at_start: 
 
 @BOTH
 def test_v25_a_router_that_replays_the_events_finds_nothing_wrong(ruleset: str) -> None:
-    engine, index = router(ruleset=ruleset), RouterIndex()
+    engine, index = router(ruleset=ruleset), KvIndex()
     engine.submit(1, range(8), 4)
     for step in engine.drain():
         index.replay(step.events)
@@ -411,7 +412,7 @@ def test_v26_a_preempted_request_comes_back_and_finds_its_own_blocks(ruleset: st
             break
     assert steps[-1].admitted == {2: 8}
     steps += engine.drain()
-    index = RouterIndex()
+    index = KvIndex()
     for step in steps:
         index.replay(step.events)
     assert engine.rank.metrics().preemptions_total >= 1
@@ -422,7 +423,7 @@ def test_v27_speculation_under_pressure_ends_without_a_stale_event(ruleset: str)
     engine = router(ruleset=ruleset, num_gpu_blocks=6, aic_nextn=2, aic_nextn_accept_rates="0,1")
     for request_id, length in enumerate((8, 8, 12)):
         engine.submit(request_id, range(100 * request_id, 100 * request_id + length), 7)
-    steps, index = engine.drain(200), RouterIndex()
+    steps, index = engine.drain(200), KvIndex()
     for step in steps:
         index.replay(step.events)
     assert sum(len(step.outputs) for step in steps) == 21

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kv_index import KvIndex
 from kvsim.compat import aisimulate
 from kvsim.errors import ConfigError
 from model import recording
@@ -112,6 +113,7 @@ def test_the_kv_events_are_the_recorded_ones_in_order(name: str) -> None:
     want = recording.kv_events_of(CASES[name]["expected"]["artifacts"])
     got = recording.kv_events_of(run(name)["artifacts"])
     assert recording.first_difference(want, got) is None
+    KvIndex().recorded(event for _, event in want)
 
 
 @pytest.mark.parametrize("name", WITH_SERIES)

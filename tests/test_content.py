@@ -680,3 +680,95 @@ def test_a_recorded_trace_has_the_content_of_the_peer():
     }
     assert stored - set(hashes.tolist()), "the case must store a block with generated tokens"
     assert stored <= everything
+
+
+# --- Tables made once, plans drawn on the way ---
+
+
+def random_workload(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Requests of blocks of one token each, with planned outputs, some of them empty."""
+    n = int(rng.integers(1, 9))
+    lengths = rng.integers(1, 40, n)
+    blocks = -(-lengths // 5)
+    ids = rng.integers(0, 6, int(blocks.sum())).astype(np.uint32)
+    segments, offset, count = content.block_segments(ids, blocks, lengths, 5)
+    specs = np.zeros(n, REQUEST_SPEC)
+    specs["input_tokens"], specs["prompt_offset"], specs["prompt_count"] = lengths, offset, count
+    specs["max_output_tokens"] = rng.integers(0, 9000, n) * rng.integers(0, 2, n)
+    specs["planned_offset"] = np.cumsum(specs["max_output_tokens"]) - specs["max_output_tokens"]
+    return specs, segments, content.planned_tokens(5, int(specs["max_output_tokens"].sum()))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_drawn_plan_and_a_table_of_equal_blocks_give_the_same_hashes(seed):
+    rng = np.random.default_rng(seed)
+    specs, segments, planned = random_workload(rng)
+    drawn = (5, len(planned))
+    for block_size in (1, 2, 5, 64, 100):
+        table = content.equal_block_hashes(int(rng.integers(0, 7)), block_size)
+        for limit in (NO_LIMIT, 700):
+            plain = content.hash_workload(specs, segments, NO_TOKENS, planned, block_size, limit, True)
+            other = content.hash_workload(specs, segments, NO_TOKENS, drawn, block_size, limit, True, table)
+            for mine, his in zip(plain, other, strict=True):
+                assert mine.tolist() == his.tolist()
+            for with_hashes in (False, True):
+                plain = content.runs_workload(specs, segments, NO_TOKENS, planned, block_size, limit, with_hashes)
+                other = content.runs_workload(specs, segments, NO_TOKENS, drawn, block_size, limit, with_hashes, table)
+                for mine, his in zip(plain, other, strict=True):
+                    assert mine.tolist() == his.tolist()
+
+
+@pytest.mark.parametrize("skip", [0, 5, 16, 160, 2**33 * 16 - 48])
+def test_words_made_many_at_a_time_are_those_made_one_by_one(skip):
+    many = content.planned_tokens(9, 700, skip).tolist()
+    assert many == [int(content.planned_tokens(9, 1, skip + k)[0]) for k in range(700)]
+
+
+def test_a_plan_must_lie_within_the_drawn_words():
+    specs, segments, planned = random_workload(np.random.default_rng(3))
+    if not len(planned):
+        specs["max_output_tokens"] = 1
+    with pytest.raises(ValueError, match="planned_offset: must be -1 or leave room"):
+        content.hash_workload(specs, segments, NO_TOKENS, (5, 0), 4, NO_LIMIT, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (b"[1][2, 3][]", ([1, 2, 3], [1, 2, 0])),
+        (b"[ 0 ,9999999999999999999][7][8]", ([0, 9999999999999999999, 7, 8], [2, 1, 1])),
+        (b"[1][2]", None),
+        (b"[1][2][3][4]", None),
+        (b"[-1][2][3]", None),
+        (b"[1.0][2][3]", None),
+        (b"[1e2][2][3]", None),
+        (b"null[2][3]", None),
+        (b"[[1]][2][3]", None),
+        (b'["1"][2][3]', None),
+        # Twenty digits may not fit into 64 bits.
+        (b"[10000000000000000000][2][3]", None),
+    ],
+)
+def test_lists_of_ids_are_read_or_left_to_others(text, expected):
+    found = content.parse_id_lists(text, 3)
+    if expected is None:
+        assert found is None
+    else:
+        assert (found[0].tolist(), found[1].tolist()) == expected
+
+
+def test_block_segments_are_checked():
+    ids, counts, tokens = tokens_of(1, 1, 2), np.array([2, 1]), np.array([7, 3])
+    segments, offset, count = content.block_segments(ids, counts, tokens, 4)
+    assert segments.tolist() == [(1, 0, 7), (2, 0, 3)]
+    assert (offset.tolist(), count.tolist()) == ([0, 1], [1, 1])
+    fresh, _, _ = content.block_segments(None, counts, tokens, 4)
+    assert fresh["start"].tolist() == [0, 1, 2]
+    for bad, message in (
+        ((ids, counts, np.array([9, 3]), 4), r"ids_per_row\[0\]: 9 tokens need 3 ids, got 2"),
+        ((ids[:2], counts, tokens, 4), "ids: must have 3 entries, got 2"),
+        ((ids, counts, tokens[:1], 4), "input_tokens: must have 2 entries, got 1"),
+        ((ids, counts, np.array([0, 3]), 4), r"input_tokens\[0\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            content.block_segments(*bad)

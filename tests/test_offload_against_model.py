@@ -33,7 +33,7 @@ from kvsim.offload import HostOffloadRecorder
 from kvsim.rank import SchedulerRank
 from model.host import Record
 from model.paged import PagedModel
-from support import Pair, TierIndex, plain
+from support import Pair, plain
 
 EXAMPLES = int(os.environ.get("KVSIM_EXAMPLES", "200"))
 PARTS = 10
@@ -96,7 +96,6 @@ class OffloadPair(Pair):
         self.rank = SchedulerRank(self.identity, self.config, observer=self.recorder)
         self.model = PagedModel(self.identity, self.config)
         self.twin = self.model
-        self.index = TierIndex()
         self.compared = 0
 
     def compare(self) -> None:

@@ -87,8 +87,21 @@ def test_placing_many_is_placing_one_by_one():
     hints = [-1, -1, 1, -1, 0, -1, -1]
     many, one = round_robin(range(3), dp_size=2), round_robin(range(3), dp_size=2)
     expected = [one.next_rank(hint) for hint in hints]
-    assert many.place_all(hints).tolist() == [worker * 2 + rank for worker, rank in expected]
+    assert many.place_all(np.array(hints, np.int32)).tolist() == [worker * 2 + rank for worker, rank in expected]
     assert many.next_rank() == one.next_rank()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("dp_size", [1, 3])
+@pytest.mark.parametrize("before", range(4))
+def test_placing_many_without_wishes_is_placing_one_by_one(workers, dp_size, before):
+    many, one = (round_robin(range(workers), dp_size=dp_size) for _ in range(2))
+    for count in (before, 1, 2 * workers + 1, 0, 4):
+        expected = [one.next_rank() for _ in range(count)]
+        placed = many.place_all(np.full(count, -1, np.int32)).tolist()
+        assert placed == [worker * dp_size + rank for worker, rank in expected]
+    assert many.next_rank(0) == one.next_rank(0)
+    assert [many.next_rank() for _ in range(7)] == [one.next_rank() for _ in range(7)]
 
 
 def test_a_route_of_round_robin_claims_to_know_nothing():

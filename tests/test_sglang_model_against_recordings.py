@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kv_index import KvIndex
 from model import recording
 from model.replay import Result
 
@@ -60,6 +61,7 @@ def test_the_kv_events_are_the_recorded_ones_in_order(name: str) -> None:
     want = recording.kv_events_of(case_artifacts(CASES[name]))
     got = [(when, recording.plain_event(event)) for when, event in run(name).kv_events[0]]
     assert recording.first_difference(want, got) is None
+    KvIndex().recorded(event for _, event in want)
 
 
 @pytest.mark.parametrize("name", ABORTED)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvsim._core import content
 from kvsim.errors import WorkloadError
-from kvsim.workload import load_workload, read_mooncake
+from kvsim.workload import load_workload, mooncake, read_mooncake
 
 GOOD = {"hash_ids": [1, 2], "input_length": 20, "output_length": 3, "timestamp": 0}
 PLAN_SEED = 0xD37A0A7E5EED
@@ -434,3 +434,50 @@ def test_arrays_are_read_only(read):
             array[0] = array[0]
     with pytest.raises(AttributeError):
         work.cumulative = True
+
+
+# --- Whole columns against row by row ---
+
+
+VALUES = {
+    "hash_ids": st.one_of(st.lists(st.integers(0, 5), max_size=3), st.sampled_from([None, [2**64], [-1], [2**63, 1]])),
+    "input_length": st.one_of(st.integers(1, 40), st.sampled_from([None, 0, -1, 2**31, 2**70, -(2**63)])),
+    "input_tokens": st.one_of(st.integers(1, 40), st.none()),
+    "output_length": st.one_of(st.integers(0, 3), st.sampled_from([-1, 2**31, 2**65])),
+    "output_token_ids": st.one_of(st.none(), st.lists(st.integers(0, 9), max_size=3), st.just([2**32])),
+    "timestamp": st.one_of(st.integers(0, 9), st.floats(0, 9), st.sampled_from([None, -1])),
+    "created_time": st.none(),
+    "delay": st.one_of(st.none(), st.just(0), st.integers(0, 5), st.just(-2)),
+    "delay_ms": st.one_of(st.none(), st.integers(0, 5)),
+    "session_id": st.one_of(st.none(), st.sampled_from(["a", "b", "request_2"])),
+    "priority": st.one_of(st.none(), st.integers(-3, 3), st.just(2**31)),
+    "strict_priority": st.one_of(st.none(), st.integers(0, 3), st.sampled_from([-1, 2**32])),
+    "wait_for": st.one_of(st.none(), st.none(), st.just(["x"])),
+}
+KEPT = {"hash_ids", "output_length"}
+ROWS = st.sets(st.sampled_from(sorted(VALUES)), max_size=5).flatmap(
+    lambda keys: st.lists(st.fixed_dictionaries({key: VALUES[key] for key in keys | KEPT}), min_size=1, max_size=6)
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(rows=ROWS, strict=st.booleans())
+def test_a_trace_is_refused_if_and_only_if_a_look_at_each_row_finds_why(tmp_path_factory, rows, strict):
+    path = tmp_path_factory.mktemp("rows") / "trace.jsonl"
+    lines = [json.dumps(one) for one in rows]
+    path.write_text("\n".join(lines))
+    # A blank line keeps columns of ids out of it: the file is read line by line then.
+    slow = path.with_name("slow.jsonl")
+    slow.write_text("\n".join(lines) + "\n\n")
+    found = []
+    for one in (path, slow):
+        try:
+            work = read_mooncake(one, block_size=16, strict=strict)
+        except WorkloadError as error:
+            found.append(str(error).replace(str(one), "trace"))
+            continue
+        table = mooncake._read_table(one.read_bytes(), str(one))
+        with pytest.raises(AssertionError, match="no row has an error"):
+            mooncake._Builder(str(one), 16, False, strict).explain(table)
+        found.append([work.specs.tolist(), work.segments.tolist(), work.planned.tolist(), work.delay_ms.tolist()])
+    assert found[0] == found[1]

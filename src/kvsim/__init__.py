@@ -49,11 +49,13 @@ if TYPE_CHECKING:
         PoisonedError,
         PolicyError,
         SnapshotError,
+        StoppedError,
         TimingError,
         WorkloadError,
     )
     from kvsim.group import EngineGroup
     from kvsim.layout import FailReason, RequestStatus
+    from kvsim.live import LiveScheduler, VirtualClock, WallClock
     from kvsim.placement import KvRouter, KvRouterConfig, PlacedRequest, Placement, PoolInfo, RoundRobin, Route
     from kvsim.policies import Directive, Policy, register_policy
     from kvsim.rank import RankSnapshot, SchedulerRank
@@ -89,6 +91,7 @@ __all__ = [
     "KvRouterConfig",
     "KvbmTiers",
     "KvsimError",
+    "LiveScheduler",
     "NativeHostOffload",
     "NpzTiming",
     "PlacedRequest",
@@ -114,6 +117,7 @@ __all__ = [
     "SglangConfig",
     "Sla",
     "SnapshotError",
+    "StoppedError",
     "Submit",
     "SubmitHandoffPrefill",
     "SweepResult",
@@ -121,6 +125,8 @@ __all__ = [
     "TimingError",
     "TimingModel",
     "TrtllmConfig",
+    "VirtualClock",
+    "WallClock",
     "Workload",
     "WorkloadError",
     "__version__",
@@ -146,10 +152,11 @@ _HOMES = {
     ),
     "errors": (
         "CommandError ConfigError IntegrityError InternalWorkDueError KvsimError PoisonedError PolicyError "
-        "SnapshotError TimingError WorkloadError"
+        "SnapshotError StoppedError TimingError WorkloadError"
     ),
     "group": "EngineGroup",
     "layout": "FailReason RequestStatus",
+    "live": "LiveScheduler VirtualClock WallClock",
     "placement": "KvRouter KvRouterConfig PlacedRequest Placement PoolInfo RoundRobin Route",
     "policies": "Directive Policy register_policy",
     "rank": "RankSnapshot SchedulerRank",

@@ -16,6 +16,7 @@ __all__ = [
     "PoisonedError",
     "PolicyError",
     "SnapshotError",
+    "StoppedError",
     "TimingError",
     "WorkloadError",
 ]
@@ -85,6 +86,10 @@ class PolicyError(KvsimError):
 
 class PoisonedError(KvsimError):
     """An earlier failure left the rank between two states; only reading is allowed."""
+
+
+class StoppedError(KvsimError):
+    """A live engine has stopped, or is about to: what was asked of it will not happen."""
 
 
 class SnapshotError(KvsimError, ValueError):

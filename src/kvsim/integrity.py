@@ -384,7 +384,7 @@ def _check_entries(state: Any, config: Any, host: Any, entries: Any, used: Any) 
     _same("num_pending", host["num_pending"], pending.sum())
     _require((entries["pins"][used][pending] == 0).all(), "a load reads a pending block")
     index = state.view("host_index")
-    listed = index[index >= 0]
+    listed = (index[index != np.uint64(2**64 - 1)] & np.uint64(2**32 - 1)).astype(np.int64)
     _require(len(listed) == len(used) and (np.sort(listed) == used).all(), "the host index is not the blocks there")
     for row in used.tolist():
         _same("block found in the host", state.host_find(int(entries[row]["hash"])), row)

@@ -486,6 +486,8 @@ HOST_ENTRY = np.dtype(
         ("pins", "<i4"),  # loads that read it, -1: row not in use
         ("prev", "<i4"),  # LRU list, oldest first
         ("next", "<i4"),  # LRU list, or list of unused rows
+        ("ahead", "<i4"),  # hint: stood a few places further on in the LRU list once, NO_SLOT: nobody did
+        ("unused", "<i4"),
     ]
 )
 
@@ -528,6 +530,9 @@ OFFLOAD = np.dtype(
         ("latest_store", "<i4"),  # row of its newest store, NO_SLOT: none under way
         ("load", "<i4"),  # row of its load (KVBM tiers: of its swap job), NO_SLOT: none under way
         ("device_blocks", "<i4"),  # leading blocks on the device when its load was decided; -1: no load
+        ("looked", "<i8"),  # HOST.next_transfer when all prompt blocks were looked up last, -1: never
+        ("absent_from", "<i4"),  # prompt blocks from this one on were not in the host then
+        ("unused", "<i4"),
     ]
 )
 

@@ -216,6 +216,11 @@ class KvEvents(Sequence[KvEvent]):
         self._dp_rank = identity.dp_rank
         self._tokens = tokens
 
+    @property
+    def token_ids(self) -> list[tuple[int, ...]] | None:
+        """Token ids of each row of `blocks`, if the configuration has `emit_kv_token_ids`."""
+        return self._tokens
+
     def __len__(self) -> int:
         return len(self.events)
 
@@ -251,6 +256,13 @@ class KvEvents(Sequence[KvEvent]):
 
     def __iter__(self) -> Iterator[KvEvent]:
         return (self[i] for i in range(len(self)))
+
+    def selected(self, mask: npt.NDArray[np.bool_]) -> KvEvents:
+        """Those events for which `mask` holds; the blocks are shared."""
+        other = KvEvents.__new__(KvEvents)
+        other.events, other.blocks, other._tokens = self.events[mask], self.blocks, self._tokens
+        other._worker_id, other._dp_rank = self._worker_id, self._dp_rank
+        return other
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Sequence) and not isinstance(other, str):
@@ -970,6 +982,16 @@ class SchedulerRank:
         number = id_to_int(request_id)
         slot = self._state.find(number >> 64, number & _MASK64)
         return None if slot < 0 else self._state.request_row(slot)
+
+    def find_slot(self, request_id: RequestId) -> int:
+        """Row number of a live request, the same for all its life; -1 if there is none of that id."""
+        number = id_to_int(request_id)
+        return int(self._state.find(number >> 64, number & _MASK64))
+
+    @property
+    def completions(self) -> int:
+        """Requests that ended in the last pass."""
+        return int(self._state.completed)
 
     def handoff_role(self, handoff_id: RequestId, destination: bool) -> HandoffRole:
         """How far this rank's source or destination half of a handoff is; NONE if it has no such half."""

@@ -6,11 +6,15 @@ import numpy.typing as npt
 
 __all__ = [
     "AcceptanceSampler",
+    "block_segments",
+    "equal_block_hashes",
     "expand_parts",
     "hash_parts",
     "hash_workload",
     "intern_ids",
+    "parse_id_lists",
     "planned_tokens",
+    "prompt_lengths",
     "runs_parts",
     "runs_workload",
     "synthetic_tokens",
@@ -29,30 +33,33 @@ def hash_workload(
     specs: _Rows,
     segments: _Rows,
     tokens: _U32,
-    planned: _U32,
+    planned: _U32 | tuple[int, int],
     block_size: int,
     max_tokens: int,
     want_local: Literal[True],
+    equal_hashes: _U64 | None = None,
 ) -> tuple[_U64, _U64, _I64]: ...
 @overload
 def hash_workload(
     specs: _Rows,
     segments: _Rows,
     tokens: _U32,
-    planned: _U32,
+    planned: _U32 | tuple[int, int],
     block_size: int,
     max_tokens: int,
     want_local: Literal[False],
+    equal_hashes: _U64 | None = None,
 ) -> tuple[_U64, None, _I64]: ...
 @overload
 def hash_workload(
     specs: _Rows,
     segments: _Rows,
     tokens: _U32,
-    planned: _U32,
+    planned: _U32 | tuple[int, int],
     block_size: int,
     max_tokens: int,
     want_local: bool,
+    equal_hashes: _U64 | None = None,
 ) -> tuple[_U64, _U64 | None, _I64]: ...
 @overload
 def hash_parts(
@@ -91,10 +98,11 @@ def runs_workload(
     specs: _Rows,
     segments: _Rows,
     tokens: _U32,
-    planned: _U32,
+    planned: _U32 | tuple[int, int],
     page_size: int,
     max_tokens: int,
     with_hashes: bool,
+    equal_hashes: _U64 | None = None,
 ) -> tuple[_Rows, _I64, _U64]: ...
 def runs_parts(
     parts: _Parts,
@@ -110,6 +118,12 @@ def expand_parts(parts: _Parts) -> _U32: ...
 def synthetic_tokens(id_hi: int, id_lo: int, count: int) -> _U32: ...
 def planned_tokens(seed: int, count: int, skip: int = 0) -> _U32: ...
 def intern_ids(ids: _U64) -> _U32: ...
+def equal_block_hashes(count: int, block_size: int) -> _U64: ...
+def parse_id_lists(text: bytes | bytearray | memoryview, num_lists: int) -> tuple[_U64, _I64] | None: ...
+def block_segments(
+    ids: _U32 | None, ids_per_row: _I64, input_tokens: _I64, block_size: int
+) -> tuple[_Rows, _I64, _I64]: ...
+def prompt_lengths(specs: _Rows, segments: _Rows) -> _I64: ...
 
 @final
 class AcceptanceSampler:

@@ -30,11 +30,15 @@ from kvsim.layout import REQUEST_SPEC, RUN, SEGMENT
 
 __all__ = [
     "AcceptanceSampler",
+    "block_segments",
+    "equal_block_hashes",
     "expand_parts",
     "hash_parts",
     "hash_workload",
     "intern_ids",
+    "parse_id_lists",
     "planned_tokens",
+    "prompt_lengths",
     "runs_parts",
     "runs_workload",
     "synthetic_tokens",
@@ -45,16 +49,81 @@ cnp.import_array()
 
 _UINT32 = np.dtype(np.uint32)
 _UINT64 = np.dtype(np.uint64)
+_INT64 = np.dtype(np.int64)
 
 cdef extern from *:
     """
+    #include <stdint.h>
+    #include <string.h>
     /* Largest count of tokens: three of them can be added without overflow. */
     #define KVSIM_MAX_TOKENS ((int64_t)1 << 61)
+
+    /* Blocks of the random stream (rng.pxd), one in each lane of a vector. A lane does what `rng_block` does. */
+    #define KVSIM_ROTATE(x, n) (((x) << (n)) | ((x) >> (32 - (n))))
+    #define KVSIM_QUARTER(a, b, c, d) \
+        a += b; d ^= a; d = KVSIM_ROTATE(d, 16); c += d; b ^= c; b = KVSIM_ROTATE(b, 12); \
+        a += b; d ^= a; d = KVSIM_ROTATE(d, 8); c += d; b ^= c; b = KVSIM_ROTATE(b, 7);
+    #define KVSIM_STREAM(NAME, LANES, TARGET) \
+    typedef uint32_t NAME##_lanes __attribute__((vector_size(4 * LANES))); \
+    TARGET static void NAME(const uint32_t* key, uint64_t block, int64_t groups, uint32_t* words) { \
+        NAME##_lanes x[16], number; \
+        uint32_t start[16] = {0x61707865, 0x3320646E, 0x79622D32, 0x6B206574}; \
+        int i, k; \
+        for (i = 0; i < 8; i++) start[4 + i] = key[i]; \
+        for (; groups > 0; groups--, block += LANES, words += 16 * LANES) { \
+            start[12] = (uint32_t)block; \
+            start[13] = (uint32_t)(block >> 32); \
+            for (i = 0; i < 16; i++) \
+                for (k = 0; k < LANES; k++) x[i][k] = start[i]; \
+            for (k = 0; k < LANES; k++) { \
+                x[12][k] = (uint32_t)(block + k); \
+                x[13][k] = (uint32_t)((block + k) >> 32); \
+            } \
+            for (i = 0; i < 6; i++) { \
+                KVSIM_QUARTER(x[0], x[4], x[8], x[12]) KVSIM_QUARTER(x[1], x[5], x[9], x[13]) \
+                KVSIM_QUARTER(x[2], x[6], x[10], x[14]) KVSIM_QUARTER(x[3], x[7], x[11], x[15]) \
+                KVSIM_QUARTER(x[0], x[5], x[10], x[15]) KVSIM_QUARTER(x[1], x[6], x[11], x[12]) \
+                KVSIM_QUARTER(x[2], x[7], x[8], x[13]) KVSIM_QUARTER(x[3], x[4], x[9], x[14]) \
+            } \
+            for (i = 0; i < 16; i++) { \
+                number = x[i] + start[i]; \
+                if (i == 12 || i == 13) \
+                    for (k = 0; k < LANES; k++) \
+                        number[k] = x[i][k] + (uint32_t)((block + k) >> (i == 12 ? 0 : 32)); \
+                for (k = 0; k < LANES; k++) words[16 * k + i] = number[k]; \
+            } \
+        } \
+    }
+    KVSIM_STREAM(kvsim_stream, 8, )
+    #if defined(__x86_64__)
+    KVSIM_STREAM(kvsim_stream_avx2, 8, __attribute__((target("avx2"))))
+    KVSIM_STREAM(kvsim_stream_avx512, 16, __attribute__((target("avx512f"))))
+    #endif
+    /* Blocks block, block + 1, ... of a stream; returns how many were made, as many as fill whole vectors. */
+    static int64_t kvsim_stream_blocks(const uint32_t* key, uint64_t block, int64_t n, uint32_t* words) {
+    #if defined(__x86_64__)
+        if (__builtin_cpu_supports("avx512f")) {
+            kvsim_stream_avx512(key, block, n / 16, words);
+            return n / 16 * 16;
+        }
+        if (__builtin_cpu_supports("avx2")) {
+            kvsim_stream_avx2(key, block, n / 8, words);
+            return n / 8 * 8;
+        }
+    #endif
+        kvsim_stream(key, block, n / 8, words);
+        return n / 8 * 8;
+    }
     """
     const int64_t MAX_TOKENS "KVSIM_MAX_TOKENS"
+    int64_t stream_blocks "kvsim_stream_blocks"(
+        const uint32_t* key, uint64_t block, int64_t n, uint32_t* words
+    ) noexcept nogil
 
 cdef enum:
     MAX_RUN_HASHES = 65536  # rows of the table of local hashes of runs: 1 MB
+    DRAWN = 4096  # words of the stream of plans that are made at a time
+    LINK_LANES = 4  # chains of hashes that are made at a time
     HEAD_TOKENS = 32  # least tokens that the head of a request stands for (sglang.md section 1.4)
 
 
@@ -75,14 +144,16 @@ cdef struct chain_t:  # one request's content on its way through the hash functi
     int64_t left  # tokens still to come, up to the end of the last full block
     int64_t filled  # tokens of the block under way in `scratch`, < block_size
     uint32_t* scratch  # block_size tokens
-    uint64_t parent  # sequence hash of the last finished block, or of the last one of the head
+    uint64_t parent  # with `runs`: sequence hash of the last block of the head so far
     int64_t n_blocks  # finished blocks
-    uint64_t* hashes  # where the next sequence hash goes
-    uint64_t* local  # likewise, or NULL
+    uint64_t* hashes  # where the next local hash goes; `link_chains` makes sequence hashes of them
+    uint64_t* local  # where it goes to stay, or NULL
     int64_t stride  # words from one hash to the next
     run_t* runs  # where the next run goes; NULL: hashes are written, not runs
     int64_t head_blocks  # with `runs`: leading blocks whose sequence hash is needed
     uint64_t[24] secret  # of BLOCK_HASH_SEED
+    const uint64_t* equal  # local hashes of blocks of token 0, 1, ... only
+    uint64_t n_equal
     run_hash_t* run_hashes  # NULL: only the last run is remembered
     uint32_t run_mask
     run_hash_t last_run
@@ -120,22 +191,64 @@ cdef inline void chain_push_run(chain_t* chain, uint64_t local, int64_t n) noexc
 cdef inline void chain_push(chain_t* chain, uint64_t local, int64_t n) noexcept nogil:
     """Append `n` >= 1 finished blocks with this local hash."""
     cdef int64_t i
-    cdef uint64_t parent
     if chain.runs != NULL:
         chain_push_run(chain, local, n)
         return
-    parent = chain_link(chain.parent, local, chain.n_blocks)
-    chain.hashes[0] = parent
-    for i in range(1, n):
-        parent = xxh3_pair(parent, local)
-        chain.hashes[i * chain.stride] = parent
+    for i in range(n):
+        chain.hashes[i * chain.stride] = local
     chain.hashes += n * chain.stride
     if chain.local != NULL:
         for i in range(n):
             chain.local[i * chain.stride] = local
         chain.local += n * chain.stride
-    chain.parent = parent
     chain.n_blocks += n
+
+
+cdef inline int64_t next_chain(
+    uint64_t** at, int64_t* left, uint64_t* hashes, int64_t stride, const int64_t* offset, int64_t i, int64_t n
+) noexcept nogil:
+    """Point `at` and `left` at the blocks of the first request from `i` on that has a second one; the one after it."""
+    left[0] = 0
+    while i < n and left[0] == 0:
+        if offset[i + 1] - offset[i] > 1:
+            at[0] = hashes + (offset[i] + 1) * stride
+            left[0] = offset[i + 1] - offset[i] - 1
+        i += 1
+    return i
+
+
+cdef void link_chains(uint64_t* hashes, int64_t stride, const int64_t* offset, int64_t n) noexcept nogil:
+    """Make sequence hashes of the local hashes of `n` requests, in place.
+
+    A hash needs the one before it, so four requests are linked at a time: the processor works on all of them.
+    """
+    cdef uint64_t* at[LINK_LANES]
+    cdef int64_t[LINK_LANES] left
+    cdef uint64_t h0, h1, h2, h3
+    cdef int64_t next_one = 0
+    cdef int64_t i, steps, lane
+    for lane in range(LINK_LANES):
+        next_one = next_chain(&at[lane], &left[lane], hashes, stride, offset, next_one, n)
+    while left[0] and left[1] and left[2] and left[3]:
+        steps = min(min(left[0], left[1]), min(left[2], left[3]))
+        h0, h1, h2, h3 = at[0][-stride], at[1][-stride], at[2][-stride], at[3][-stride]
+        for i in range(steps):
+            h0 = xxh3_pair(h0, at[0][i * stride])
+            h1 = xxh3_pair(h1, at[1][i * stride])
+            h2 = xxh3_pair(h2, at[2][i * stride])
+            h3 = xxh3_pair(h3, at[3][i * stride])
+            at[0][i * stride] = h0
+            at[1][i * stride] = h1
+            at[2][i * stride] = h2
+            at[3][i * stride] = h3
+        for lane in range(LINK_LANES):
+            at[lane] += steps * stride
+            left[lane] -= steps
+            if left[lane] == 0:
+                next_one = next_chain(&at[lane], &left[lane], hashes, stride, offset, next_one, n)
+    for lane in range(LINK_LANES):
+        for i in range(left[lane]):
+            at[lane][i * stride] = xxh3_pair(at[lane][(i - 1) * stride], at[lane][i * stride])
 
 
 cdef inline void chain_close_scratch(chain_t* chain) noexcept nogil:
@@ -148,6 +261,8 @@ cdef inline void chain_close_scratch(chain_t* chain) noexcept nogil:
 cdef inline uint64_t chain_run_hash(chain_t* chain, uint32_t token) noexcept nogil:
     """Local hash of a block of `token` only."""
     cdef run_hash_t* entry = &chain.last_run
+    if token < chain.n_equal:
+        return chain.equal[token]
     if chain.run_hashes != NULL:
         entry = &chain.run_hashes[token & chain.run_mask]
     if not entry.is_set or entry.token != token:
@@ -179,7 +294,8 @@ cdef void chain_segment(chain_t* chain, const segment_t* segment) noexcept nogil
         n -= take
         start += step * <uint32_t> take
         chain_close_scratch(chain)
-    n_whole = n // size
+    # Many segments are one block: no division for those.
+    n_whole = 1 if n == size else (n // size if n > size else 0)
     if n_whole and step == 0:
         chain_push(chain, chain_run_hash(chain, start), n_whole)
     elif n_whole:
@@ -235,14 +351,36 @@ cdef struct workload_t:  # the requests and their tables; rows that have passed 
     const request_spec_t* specs
     const segment_t* segments
     const uint32_t* tokens
-    const uint32_t* planned
+    const uint32_t* planned  # NULL: the words of a random stream
+    uint32_t[8] plan_key  # of that stream
+    uint32_t* words  # DRAWN of its words, from number `first_word` on
+    int64_t first_word
     int64_t n
     int64_t n_segments
     int64_t n_tokens
     int64_t n_planned
 
 
-cdef void chain_request(chain_t* chain, const workload_t* work, int64_t index, int64_t max_tokens) noexcept nogil:
+cdef void chain_drawn(chain_t* chain, workload_t* work, int64_t position, int64_t n) noexcept nogil:
+    """Feed words position, position + 1, ... of the stream of plans, as far as needed."""
+    cdef int64_t take
+    cdef int64_t made
+    n = n if n < chain.left else chain.left
+    while n > 0:
+        if not work.first_word <= position < work.first_word + DRAWN:
+            work.first_word = position - position % 16
+            made = stream_blocks(work.plan_key, <uint64_t> work.first_word // 16, DRAWN // 16, work.words)
+            while made < DRAWN // 16:
+                rng_block(work.plan_key, <uint64_t> (work.first_word // 16 + made), work.words + 16 * made)
+                made += 1
+        take = work.first_word + DRAWN - position
+        take = take if take < n else n
+        chain_tokens(chain, work.words + (position - work.first_word), take)
+        position += take
+        n -= take
+
+
+cdef void chain_request(chain_t* chain, workload_t* work, int64_t index, int64_t max_tokens) noexcept nogil:
     """Append the blocks of one request."""
     cdef const request_spec_t* spec = &work.specs[index]
     cdef int64_t left_input = spec.input_tokens
@@ -258,7 +396,9 @@ cdef void chain_request(chain_t* chain, const workload_t* work, int64_t index, i
             chain_segment(chain, &segment)
             left_input -= segment.length
             row += 1
-    if spec.planned_offset >= 0:
+    if spec.planned_offset >= 0 and work.planned == NULL:
+        chain_drawn(chain, work, spec.planned_offset, spec.max_output_tokens)
+    elif spec.planned_offset >= 0:
         chain_tokens(chain, work.planned + spec.planned_offset, spec.max_output_tokens)
     else:
         chain_synthetic(chain, spec.id_hi, spec.id_lo, spec.max_output_tokens)
@@ -408,20 +548,31 @@ cdef open_workload(
 ):
     """Fill `work`; ValueError if an array has the wrong form or a row points outside a table.
 
-    Returns the first block of each request, and of the end, as an int64 array.
+    Returns the first block of each request, and of the end, as an int64 array, and memory to keep alive.
     """
+    cdef rng_t rng
     _check_array("specs", specs, REQUEST_SPEC)
     _check_array("segments", segments, SEGMENT)
     _check_array("tokens", tokens, _UINT32)
-    _check_array("planned", planned, _UINT32)
+    words = None
+    if isinstance(planned, tuple):
+        rng_seed(&rng, <uint64_t> _check_int("planned", planned[0], 0, 2**64 - 1))
+        memcpy(work.plan_key, rng.key, sizeof(work.plan_key))
+        words = np.empty(DRAWN, dtype=np.uint32)
+        work.planned = NULL
+        work.words = <uint32_t*> data_of(words)
+        work.first_word = -DRAWN
+        work.n_planned = _check_int("planned", planned[1], 0, MAX_TOKENS)
+    else:
+        _check_array("planned", planned, _UINT32)
+        work.planned = <const uint32_t*> data_of(planned)
+        work.n_planned = planned.size
     work.specs = <const request_spec_t*> data_of(specs)
     work.segments = <const segment_t*> data_of(segments)
     work.tokens = <const uint32_t*> data_of(tokens)
-    work.planned = <const uint32_t*> data_of(planned)
     work.n = specs.size
     work.n_segments = segments.size
     work.n_tokens = tokens.size
-    work.n_planned = planned.size
     offsets = np.empty(work.n + 1, dtype=np.int64)
     cdef int64_t* offset = <int64_t*> data_of(offsets)
     cdef check_t found = CHECK_OK
@@ -443,14 +594,19 @@ cdef open_workload(
             offset[i + 1] = total
     if found != CHECK_OK:
         _reject_request(found, i, specs, work)
-    return offsets
+    return offsets, words
 
 
-cdef chain_open(chain_t* chain, int64_t block_size, bint has_blocks, int64_t n_segments):
+cdef chain_open(chain_t* chain, int64_t block_size, bint has_blocks, int64_t n_segments, equal_hashes):
     """Prepare `chain` for content whose prompts have `n_segments` segments in all; the caller sets its outputs.
 
-    Returns the memory it works in, which the caller keeps alive.
+    Returns the memory it works in, which the caller keeps alive, as `equal_hashes`.
     """
+    chain.equal, chain.n_equal = NULL, 0
+    if equal_hashes is not None:
+        _check_array("equal_hashes", equal_hashes, _UINT64)
+        chain.equal, chain.n_equal = <const uint64_t*> data_of(equal_hashes), equal_hashes.size
+        n_segments = 0
     scratch = np.empty(block_size if has_blocks else 0, dtype=np.uint32)
     # Short blocks are hashed as fast as the table is read; one segment needs no table.
     cdef int64_t n_hashes = 0
@@ -488,17 +644,24 @@ cdef chain_open_runs(chain_t* chain, int64_t most, bint with_hashes):
     return runs
 
 
+cdef int64_t count_segments(const workload_t* work) noexcept nogil:
+    """Rows of all prompts given as segments."""
+    cdef int64_t n = 0
+    cdef int64_t i
+    for i in range(work.n):
+        n += 0 if work.specs[i].prompt_is_tokens else work.specs[i].prompt_count
+    return n
+
+
 cdef inline int64_t head_length(int64_t block_size) noexcept nogil:
     """Blocks that the head of a request stands for."""
     return (HEAD_TOKENS - 1) // block_size + 1
 
 
-cdef inline uint64_t chain_head(const chain_t* chain, const run_t* first) noexcept nogil:
-    """Head of the request just finished, whose rows begin at `first`; 0 when it is shorter."""
-    cdef int64_t length = head_length(chain.block_size)
-    if chain.n_blocks < length:
-        return 0
-    return chain.parent if chain.runs != NULL else first[length - 1].seq
+cdef inline uint64_t page_head(const run_t* first, int64_t n_pages, int64_t page_size) noexcept nogil:
+    """Head of a request whose rows are its pages; 0 when it is shorter."""
+    cdef int64_t length = head_length(page_size)
+    return first[length - 1].seq if n_pages >= length else 0
 
 
 cdef int chain_parts(chain_t* chain, parts, outputs, uint64_t id_hi, uint64_t id_lo, int64_t n_output) except -1:
@@ -561,7 +724,7 @@ def xxh3_64(const uint8_t[::1] data not None, seed=0):
     return h
 
 
-def hash_workload(specs, segments, tokens, planned, block_size, max_tokens, want_local):
+def hash_workload(specs, segments, tokens, planned, block_size, max_tokens, want_local, equal_hashes=None):
     """Block hashes of all requests of a workload.
 
     The content of a request is its prompt, then its outputs (planned ids, or the
@@ -575,14 +738,16 @@ def hash_workload(specs, segments, tokens, planned, block_size, max_tokens, want
         Prompts as runs of tokens.
     tokens : ndarray of uint32, shape (n_tokens,)
         Prompts as token ids.
-    planned : ndarray of uint32, shape (n_planned,)
-        Planned output ids.
+    planned : ndarray of uint32, shape (n_planned,), or (int, int)
+        Planned output ids; or a seed and how many: the words of its random stream (`planned_tokens`).
     block_size : int
         Tokens per block, >= 1.
     max_tokens : int
         Longest content of a request, >= 0.
     want_local : bool
         Whether local hashes are wanted too.
+    equal_hashes : ndarray of uint64, optional
+        `equal_block_hashes` for blocks of this size, for some of the tokens of the runs.
 
     Returns
     -------
@@ -603,16 +768,19 @@ def hash_workload(specs, segments, tokens, planned, block_size, max_tokens, want
     cdef workload_t work
     cdef chain_t chain
     cdef int64_t i
-    offsets = open_workload(&work, specs, segments, tokens, planned, size, limit)
+    offsets, words = open_workload(&work, specs, segments, tokens, planned, size, limit)
     total = offsets[work.n]
     hashes = np.empty(total, dtype=np.uint64)
     local = np.empty(total, dtype=np.uint64) if want_local else None
-    memory = chain_open(&chain, size, total > 0, work.n_segments)
-    chain.hashes = <uint64_t*> data_of(hashes)
+    memory = chain_open(&chain, size, total > 0, count_segments(&work), equal_hashes)
+    cdef uint64_t* first = <uint64_t*> data_of(hashes)
+    cdef const int64_t* offset = <const int64_t*> data_of(offsets)
+    chain.hashes = first
     chain.local = <uint64_t*> data_of(local) if want_local else NULL
     with nogil:
         for i in range(work.n):
             chain_request(&chain, &work, i, limit)
+        link_chains(first, 1, offset, work.n)
     return hashes, local, offsets
 
 
@@ -649,22 +817,23 @@ def hash_parts(parts, outputs, id_hi, id_lo, num_output, block_size, max_tokens,
     cdef chain_t chain
     hashes = np.empty(n // size, dtype=np.uint64)
     local = np.empty(n // size, dtype=np.uint64) if want_local else None
-    memory = chain_open(&chain, size, n >= size, 0)
+    memory = chain_open(&chain, size, n >= size, 0, None)
     chain.hashes = <uint64_t*> data_of(hashes)
     chain.local = <uint64_t*> data_of(local) if want_local else NULL
     chain_start(&chain, n)
     chain_parts(&chain, parts, outputs, id_hi, id_lo, num_output)
+    link_chains(<uint64_t*> data_of(hashes), 1, [0, chain.n_blocks], 1)
     return hashes, local
 
 
-def runs_workload(specs, segments, tokens, planned, page_size, max_tokens, with_hashes):
+def runs_workload(specs, segments, tokens, planned, page_size, max_tokens, with_hashes, equal_hashes=None):
     """Full pages of all requests of a workload, as runs of equal ones (sglang.md section 4).
 
     The content of a request is the one of `hash_workload`.
 
     Parameters
     ----------
-    specs, segments, tokens, planned, max_tokens
+    specs, segments, tokens, planned, max_tokens, equal_hashes
         As for `hash_workload`.
     page_size : int
         Tokens per page, >= 1.
@@ -694,7 +863,7 @@ def runs_workload(specs, segments, tokens, planned, page_size, max_tokens, with_
     cdef int64_t i
     cdef int64_t most = 0
     cdef bint merged = not with_hashes
-    offsets = open_workload(&work, specs, segments, tokens, planned, size, limit)
+    offsets, words = open_workload(&work, specs, segments, tokens, planned, size, limit)
     cdef int64_t* offset = <int64_t*> data_of(offsets)
     if merged:
         with nogil:
@@ -704,15 +873,19 @@ def runs_workload(specs, segments, tokens, planned, page_size, max_tokens, with_
         most = offset[work.n]
     heads = np.empty(work.n, dtype=np.uint64)
     cdef uint64_t* head = <uint64_t*> data_of(heads)
-    memory = chain_open(&chain, size, offset[work.n] > 0, work.n_segments)
+    memory = chain_open(&chain, size, offset[work.n] > 0, count_segments(&work), equal_hashes)
     runs = chain_open_runs(&chain, most, with_hashes)
     cdef run_t* rows = <run_t*> data_of(runs)
     with nogil:
         for i in range(work.n):
             chain_request(&chain, &work, i, limit)
-            head[i] = chain_head(&chain, &rows[offset[i]])
             if merged:
+                head[i] = chain.parent if chain.n_blocks >= head_length(size) else 0
                 offset[i + 1] = chain.runs - rows
+        if not merged:
+            link_chains(&rows.seq, chain.stride, offset, work.n)
+            for i in range(work.n):
+                head[i] = page_head(&rows[offset[i]], offset[i + 1] - offset[i], size)
     # Gives back what was reserved in vain, without a copy.
     runs.resize(offset[work.n], refcheck=False)
     return runs, offsets, heads
@@ -753,15 +926,49 @@ def runs_parts(parts, outputs, id_hi, id_lo, num_output, page_size, max_tokens, 
             else:
                 pieces += most_runs(part.size, False, size)
         most = pieces if pieces < most else most
-    memory = chain_open(&chain, size, n >= size, 0)
+    memory = chain_open(&chain, size, n >= size, 0, None)
     runs = chain_open_runs(&chain, most, with_hashes)
     cdef run_t* rows = <run_t*> data_of(runs)
     chain_start(&chain, n)
     chain_parts(&chain, parts, outputs, id_hi, id_lo, num_output)
-    head = chain_head(&chain, rows)
-    if not with_hashes:
-        runs.resize(chain.runs - rows, refcheck=False)
+    if with_hashes:
+        link_chains(&rows.seq, chain.stride, [0, chain.n_blocks], 1)
+        return runs, page_head(rows, chain.n_blocks, size)
+    head = chain.parent if chain.n_blocks >= head_length(size) else 0
+    runs.resize(chain.runs - rows, refcheck=False)
     return runs, head
+
+
+def equal_block_hashes(count, block_size):
+    """Local hashes of blocks of one token only, for the tokens 0, 1, ...
+
+    Parameters
+    ----------
+    count : int
+        How many tokens, 0..2**32.
+    block_size : int
+        Tokens per block, >= 1.
+
+    Returns
+    -------
+    ndarray of uint64, shape (count,)
+
+    Raises
+    ------
+    ValueError
+        If a number is out of range.
+    """
+    cdef int64_t n = _check_int("count", count, 0, 2**32)
+    cdef int64_t size = _check_int("block_size", block_size, 1, MAX_TOKENS)
+    cdef uint64_t[24] secret
+    cdef int64_t i
+    out = np.empty(n, dtype=np.uint64)
+    cdef uint64_t* hashes = <uint64_t*> data_of(out)
+    with nogil:
+        xxh3_derive_secret(secret, BLOCK_HASH_SEED)
+        for i in range(n):
+            hashes[i] = xxh3_equal_tokens(<uint32_t> i, size, secret)
+    return out
 
 
 def expand_parts(parts):
@@ -860,8 +1067,10 @@ def planned_tokens(seed, count, skip=0):
         rng_seed(&rng, start)
         while position < end:
             if position % 16 == 0 and end - position >= 16:
-                rng_block(rng.key, <uint64_t> position // 16, ids)
-                take = 16
+                take = 16 * stream_blocks(rng.key, <uint64_t> position // 16, (end - position) // 16, ids)
+                if take == 0:
+                    rng_block(rng.key, <uint64_t> position // 16, ids)
+                    take = 16
             else:
                 rng_block(rng.key, <uint64_t> position // 16, words)
                 take = 16 - position % 16
@@ -908,11 +1117,28 @@ def intern_ids(ids):
     out = np.empty(n, dtype=np.uint32)
     cdef const uint64_t* given = <const uint64_t*> data_of(ids)
     cdef uint32_t* numbers = <uint32_t*> data_of(out)
+    cdef uint32_t* known
+    cdef uint32_t fresh = 0
+    cdef uint64_t largest = 0
+    cdef int64_t i
+    with nogil:
+        for i in range(n):
+            largest = given[i] if given[i] > largest else largest
+    if largest < <uint64_t> (2 * n) and n < 0xFFFFFFFF:
+        # Numbered densely already: a table by id, of numbers counted from 1.
+        dense = np.zeros(largest + 1, dtype=np.uint32)
+        known = <uint32_t*> data_of(dense)
+        with nogil:
+            for i in range(n):
+                if known[given[i]] == 0:
+                    fresh += 1
+                    known[given[i]] = fresh
+                numbers[i] = known[given[i]] - 1
+        return out
     cdef int shift = 64 - 12
     cdef int64_t n_distinct = 0
     cdef int64_t n_slots = 1 << 12
     cdef int64_t done = 0
-    cdef int64_t i
     cdef intern_t* slot
     cdef intern_t* bigger
     table = np.zeros(2 * n_slots, dtype=np.uint64)
@@ -944,6 +1170,202 @@ def intern_ids(ids):
         table = grown
         slots = bigger
         n_slots *= 4
+    return out
+
+
+def parse_id_lists(const uint8_t[::1] text not None, num_lists):
+    """Read lists of ids, ``[1, 2][3]``, written one after the other as JSON that has been found valid.
+
+    Parameters
+    ----------
+    text : bytes-like
+    num_lists : int
+
+    Returns
+    -------
+    ids : ndarray of uint64, shape (n_ids,)
+        List after list.
+    counts : ndarray of int64, shape (num_lists,)
+        Ids of each list.
+
+    None if `text` holds anything but `num_lists` lists of ids below 10**19.
+    """
+    cdef int64_t lists = _check_int("num_lists", num_lists, 0, MAX_TOKENS)
+    cdef int64_t n = text.shape[0]
+    cdef const uint8_t* at = &text[0] if n else NULL
+    cdef const uint8_t* end = at + n
+    counts = np.empty(lists, dtype=np.int64)
+    ids = np.empty(n // 2 + 1, dtype=np.uint64)  # an id and what ends it have two characters
+    cdef int64_t* count = <int64_t*> data_of(counts)
+    cdef uint64_t* out = <uint64_t*> data_of(ids)
+    cdef uint64_t* first = out
+    cdef uint64_t value
+    cdef int64_t done = 0
+    cdef int digits
+    cdef bint inside = False
+    cdef bint good = True
+    with nogil:
+        while at < end:
+            if 48 <= at[0] <= 57:
+                if not inside:
+                    good = False
+                    break
+                value = at[0] - 48
+                digits = 1
+                at += 1
+                while at < end and 48 <= at[0] <= 57:
+                    value = 10 * value + at[0] - 48
+                    digits += 1
+                    at += 1
+                if digits > 19:
+                    good = False
+                    break
+                out[0] = value
+                out += 1
+                continue
+            if at[0] == 91 and not inside and done < lists:  # [
+                inside = True
+                first = out
+            elif at[0] == 93 and inside:  # ]
+                inside = False
+                count[done] = out - first
+                done += 1
+            elif not (inside and (at[0] == 44 or at[0] == 32)):
+                good = False
+                break
+            at += 1
+    if not good or inside or done != lists:
+        return None
+    # Gives back what was reserved in vain, without a copy.
+    ids.resize(out - <uint64_t*> data_of(ids), refcheck=False)
+    return ids, counts
+
+
+def block_segments(ids, ids_per_row, input_tokens, block_size):
+    """Prompts of block ids as runs of tokens: a block is `block_size` copies of its id (spec 1.2).
+
+    Parameters
+    ----------
+    ids : ndarray of uint32, shape (ids_per_row.sum(),), or None
+        Ids of all rows, one after the other; None: 0, 1, 2, ...
+    ids_per_row : ndarray of int64, shape (n,)
+        Ids of each row, at least ``ceil(input_tokens / block_size)``; more are left unused.
+    input_tokens : ndarray of int64, shape (n,)
+        Tokens of each row, positive: the last needed block is cut to fit.
+    block_size : int
+        Tokens per block, >= 1.
+
+    Returns
+    -------
+    segments : ndarray of SEGMENT
+        Neighbouring equal ids of a row make one segment.
+    offset, count : ndarray of int64, shape (n,)
+        First segment of each row and how many.
+
+    Raises
+    ------
+    ValueError
+        If an array has the wrong dtype or form, a row has too few ids, or the ids are not as many as the rows say.
+    """
+    cdef int64_t size = _check_int("block_size", block_size, 1, MAX_TOKENS)
+    _check_array("ids_per_row", ids_per_row, _INT64)
+    _check_array("input_tokens", input_tokens, _INT64)
+    cdef int64_t n = ids_per_row.size
+    if input_tokens.size != n:
+        raise ValueError(f"input_tokens: must have {n} entries, got {input_tokens.size}")
+    cdef const int64_t* per_row = <const int64_t*> data_of(ids_per_row)
+    cdef const int64_t* tokens = <const int64_t*> data_of(input_tokens)
+    cdef int64_t total = 0
+    cdef int64_t most = 0
+    cdef int64_t i, k, needed, left
+    cdef uint32_t token
+    for i in range(n):
+        if not 0 < tokens[i] <= MAX_TOKENS or not 0 < per_row[i] <= MAX_TOKENS - total:
+            raise ValueError(f"input_tokens[{i}]: it and the ids of the row must be positive and below 2**61")
+        needed = (tokens[i] - 1) // size + 1
+        if needed > per_row[i]:
+            raise ValueError(f"ids_per_row[{i}]: {tokens[i]} tokens need {needed} ids, got {per_row[i]}")
+        total += per_row[i]
+        most += needed
+    cdef const uint32_t* id_at = NULL
+    if ids is not None:
+        _check_array("ids", ids, _UINT32)
+        if ids.size != total:
+            raise ValueError(f"ids: must have {total} entries, got {ids.size}")
+        id_at = <const uint32_t*> data_of(ids)
+    segments = np.empty(most, dtype=SEGMENT)
+    offset, count = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64)
+    cdef segment_t* first = <segment_t*> data_of(segments)
+    cdef segment_t* out = first
+    cdef segment_t* row
+    cdef int64_t* offsets = <int64_t*> data_of(offset)
+    cdef int64_t* counts = <int64_t*> data_of(count)
+    cdef int64_t start = 0
+    with nogil:
+        for i in range(n):
+            row = out
+            left = tokens[i]
+            k = start
+            while left > 0:
+                token = id_at[k] if id_at != NULL else <uint32_t> k
+                k += 1
+                if out > row and out[-1].start == token:
+                    out[-1].length += size if size < left else left
+                else:
+                    out.start = token
+                    out.step = 0
+                    out.length = size if size < left else left
+                    out += 1
+                left -= size
+            offsets[i] = row - first
+            counts[i] = out - row
+            start += per_row[i]
+    segments.resize(out - first, refcheck=False)
+    return segments, offset, count
+
+
+def prompt_lengths(specs, segments):
+    """Tokens that the rows of each prompt hold.
+
+    Parameters
+    ----------
+    specs : ndarray of REQUEST_SPEC, shape (n,)
+    segments : ndarray of SEGMENT
+
+    Returns
+    -------
+    ndarray of int64, shape (n,)
+        For a prompt given by tokens `prompt_count`; -1 for one whose rows lie outside `segments`, or one of them is
+        not positive.
+
+    Raises
+    ------
+    ValueError
+        If an array has the wrong dtype or form.
+    """
+    _check_array("specs", specs, REQUEST_SPEC)
+    _check_array("segments", segments, SEGMENT)
+    cdef const request_spec_t* spec = <const request_spec_t*> data_of(specs)
+    cdef const segment_t* rows = <const segment_t*> data_of(segments)
+    cdef int64_t n = specs.size
+    cdef int64_t n_rows = segments.size
+    out = np.empty(n, dtype=np.int64)
+    cdef int64_t* lengths = <int64_t*> data_of(out)
+    cdef int64_t i, k, length
+    with nogil:
+        for i in range(n):
+            if spec[i].prompt_is_tokens:
+                lengths[i] = spec[i].prompt_count
+                continue
+            length = -1
+            if 0 <= spec[i].prompt_offset and 0 <= spec[i].prompt_count <= n_rows - spec[i].prompt_offset:
+                length = 0
+                for k in range(spec[i].prompt_offset, spec[i].prompt_offset + spec[i].prompt_count):
+                    if not 0 < rows[k].length <= MAX_TOKENS - length:
+                        length = -1
+                        break
+                    length += rows[k].length
+            lengths[i] = length
     return out
 
 

@@ -14,13 +14,21 @@
 # What a run remembers of a request is not scheduler state: it stands here, in
 # one track row per live request and in the record that becomes the result.
 #
-# Token times are not stored one by one. Each worker keeps the end of each of
-# its passes; a request keeps the passes between which it emitted without a
-# break. When it completes, a difference array over the passes gets +1 where
-# its run of gaps starts and -1 where it ends, so the multiset of all gaps
-# between tokens is the pass lengths weighted by the sums of that array: exact,
-# and O(1) per request. Passes older than every live request are folded into
-# the histogram and forgotten.
+# Token times are not stored one by one. Each rank keeps the ends of the passes
+# in which its requests went on; a request keeps the passes between which it
+# emitted without a break. When it completes, a difference array over the passes
+# gets +1 where its run of gaps starts and -1 where it ends, so the multiset of
+# all gaps between tokens is the times between passes weighted by the sums of
+# that array: exact, and O(1) per request. Passes older than every live request
+# are folded into the histogram and forgotten. Where prefill passes run alone
+# (SGLang) they are not in the log, so they break nobody's run: the token that
+# one gives is a run of its own.
+#
+# Requests that coast emit in every pass of the log and are not looked at. Their
+# tracks are brought up to date by the number of tokens they have. A rank whose
+# requests all coast runs ahead: up to the next last token, and to the first
+# instant at which anything could reach it (`stretch`). Of all these passes the
+# newest is in flight, so whatever comes meanwhile finds what it would have found.
 
 cimport numpy as cnp
 from libc.math cimport INFINITY, NAN, llrint
@@ -31,16 +39,18 @@ import numpy as np
 
 from kvsim import layout
 from kvsim._core.engine cimport (
-    engine_active, engine_boundary, engine_deadline, engine_drained, engine_emit, engine_events_shown, engine_fail, engine_fail_stuck,
-    engine_internal_work, engine_register_source, engine_runnable,
-    engine_reserve, engine_reserve_error, engine_retries, engine_retry, engine_schedule, engine_stuck, engine_submit,
-    engine_transport, engine_unblock, engine_visible_events, engine_waiting,
+    engine_activate, engine_active, engine_boundary, engine_cancel_destination, engine_cancel_source, engine_deadline,
+    engine_drained, engine_emit, engine_events_shown, engine_fail, engine_fail_stuck,
+    engine_internal_work, engine_quiet, engine_register_source, engine_release_source, engine_runnable,
+    engine_reserve, engine_reserve_error, engine_retries, engine_retry, engine_schedule, engine_stretch, engine_stuck,
+    engine_submit,
+    engine_sync, engine_transport, engine_unblock, engine_visible_events, engine_waiting,
 )
 from kvsim._core.signals cimport progressed
 from kvsim._core.state cimport RankState
 from kvsim._core.types cimport (
-    COMPLETED, FAILED, FREE, HELD, HELD_SOURCE, NOT_ADMITTED, NO_REASON, NO_SLOT, PASS_OK, POOL_DECODE, POOL_PREFILL, RADIX,
-    REJECTED, RUN_COMPLETED, RUN_FAILED, RUN_REJECTED, STALLED, admission_t, content_t, event_block_t, event_t, handoff_record_t, header_t, likely, rank_t,
+    COMPLETED, FAILED, FREE, HAS_TOKEN, HELD, HELD_SOURCE, NOT_ADMITTED, NO_REASON, NO_SLOT, PASS_OK, POOL_DECODE, POOL_PREFILL, RADIX,
+    REJECTED, RUN_CANCELLED, RUN_COMPLETED, RUN_FAILED, RUN_REJECTED, RUN_UNFINISHED, STALLED, admission_t, content_t, event_block_t, event_t, handoff_record_t, header_t, likely, rank_t,
     request_record_t, request_spec_t, run_t, signal_t, unlikely,
 )
 
@@ -52,6 +62,7 @@ cdef enum stop_reason:
     STOP_SLICE = 2     # enough passes for one call
     STOP_CAP = 3       # the next event lies beyond the cap of simulated time
     STOP_FAILED = 4    # a callback raised
+    STOP_STUCK = 6     # `lead`: requests are left, but nothing happens any more
     STOP_STARTING = 5  # a pass without duration left something for Python, others have not started yet
 
 cdef enum note_kind:
@@ -71,9 +82,10 @@ cdef struct note_t:
 
 cdef struct track_t:  # a live request of a run, by its row in the rank
     int64_t row                   # index in the records
-    int64_t first_pass            # first pass in which it emitted, -1: none
+    int64_t first_pass            # first logged pass in which it emitted, -1: none
     int64_t start                 # first pass of the unbroken run of emissions that is open
-    int64_t last                  # last pass in which it emitted
+    int64_t last                  # last pass in which it emitted; UNLOGGED: the run is one token of a prefill pass
+    double start_ms               # end of the first pass of that run
     int64_t emitted               # tokens
     int64_t recomputed            # tokens whose KV was computed again
     int32_t lost                  # tokens whose KV its last preemption took
@@ -86,6 +98,7 @@ cdef struct track_t:  # a live request of a run, by its row in the rank
 cdef struct span_t:  # a closed run of emissions
     int64_t start
     int64_t last
+    double start_ms
     int32_t next
     int32_t unused
 
@@ -96,14 +109,20 @@ cdef struct end_t:  # what a pass that is still in flight did to a request
     int32_t preemptions
     int32_t kind                  # note_kind
     int64_t needed
+    int64_t rank
+
+cdef struct log_t:  # passes of a rank in which requests went on
+    int64_t base                  # number of the first that is kept
+    int64_t count
+    int64_t cap
+    double* ends
+    int64_t* weights              # difference array: requests whose gap to the pass before counts
 
 cdef struct worker_t:
     double busy_until
     int64_t order                 # pool, then number in it
     int64_t first_rank
     int64_t num_ranks
-    int64_t log_base              # number of the first pass in the log
-    int64_t log_count
     int64_t num_ends              # of the pass in flight
     int64_t prefill_tokens        # of the pass in flight
     int64_t num_ranks_run         # of the pass in flight
@@ -136,18 +155,102 @@ cdef struct gauge_t:  # a rank as it stood after its last completion or command
     int64_t hit_tokens            # sums over its passes
     int64_t total_tokens
 
+cdef enum lead_fact:  # replay.coordinator.Fact
+    FACT_HELD = 0
+    FACT_RESERVED = 1
+    FACT_TRANSFERRED = 2
+    FACT_FAILED = 3
+    NUM_FACTS = 6
+
+cdef enum lead_action:  # replay.coordinator.Action
+    ACT_SUBMIT = 0
+    ACT_RESERVE = 1
+    ACT_TRANSFER = 2
+    ACT_ACTIVATE = 3
+    ACT_RELEASE = 4
+    ACT_CANCEL_SOURCE = 5
+    ACT_CANCEL_DESTINATION = 6
+    ACT_COMPLETE = 7
+    ACT_COMPLETE_CANCELED = 8
+    NUM_ACTIONS = 9
+
+cdef enum lead_outcome:  # replay.coordinator.Outcome
+    OUT_SUBMITTED = 0
+    OUT_ACCEPTED = 1
+    OUT_SCHEDULED = 2
+    OUT_APPLIED = 3
+    OUT_NOOP = 4
+    OUT_FAILED = 5
+    NUM_OUTCOMES = 6
+
+cdef enum lead_step:  # replay.coordinator.kernel_tables
+    STEP_REFUSED = -1
+    STEP_IGNORED = -2
+
+cdef enum lead_state:  # replay.coordinator.State
+    LEAD_DONE = 9
+    LEAD_ABANDONED = 15
+
+cdef struct lead_t:  # a request of a disaggregated run that the kernel leads
+    int32_t prefill_rank          # -1: not submitted
+    int32_t prefill_slot          # -1: the rank does not have it (any more)
+    int32_t decode_rank
+    int32_t decode_slot
+    int32_t state                 # replay.coordinator.State
+    int32_t live                  # released and not retired
+    int32_t ended                 # its decode half is over, or it was given up
+    int32_t unused
+    int64_t tokens                # that the destination lacks
+
+cdef struct act_t:  # an action to carry out, in a list
+    int64_t row
+    int32_t action                # lead_action
+    int32_t next                  # -1: the last
+
+cdef struct queue_t:  # list of actions
+    int32_t head                  # -1: empty
+    int32_t tail
+
+cdef struct transfer_t:  # KV on its way
+    double end_ms
+    int64_t row
+
+cdef struct turn_t:  # the round robin over all ranks of a pool
+    int64_t first_rank
+    int64_t num_workers
+    int64_t dp_size
+    int64_t turn
+
 cdef enum:
     CHUNK = 256
+    # Rounds of passes without duration that one instant may contain.
+    MOST_ROUNDS = 1_000_000
     # Preempting passes without a token in between, after which requests are held to preempt each other for ever.
     MOST_BARREN = 1000
+    UNLOGGED = -2
 
-# Passes kept per worker before they are folded, and the growth of that window.
+# Passes kept per rank before they are folded, and the growth of that window.
 DEF WINDOW = 16384
+
+
+cdef inline bint lands_before(double end_ms, int64_t row, const transfer_t* other) noexcept nogil:
+    """Order of transfers in their heap."""
+    return end_ms < other.end_ms or (end_ms == other.end_ms and row < other.row)
 
 
 cdef inline bint counts_down(const rank_t* r) noexcept nogil:
     """Whether a prefill interval is not over (spec/sglang.md section 6.7)."""
     return r.config.engine == RADIX and r.radix.countdown > 0
+
+
+cdef inline void catch_up(track_t* t, int64_t generated) noexcept nogil:
+    """A request coasted: behind the last pass that was followed it emitted a token in each logged one, up to `generated`."""
+    cdef int64_t missed = generated - t.emitted
+    # A burst of speculative decoding is followed as it happens, and never coasts.
+    if missed > 0 and t.last >= 0:
+        t.last += missed
+        t.emitted = generated
+        t.burst = 1
 
 
 cdef class Fleet:
@@ -167,6 +270,9 @@ cdef class Fleet:
         Keep `gauges` and count decoded tokens.
     watch_passes : bool
         Keep the newest forward-pass metrics of each rank for `take_fpm`, too.
+    coast : bool
+        Let plain decodes stand still in their rows (see `coast.pxd`). Without, every pass goes through
+        every request; tests compare the two.
 
     Notes
     -----
@@ -208,12 +314,8 @@ cdef class Fleet:
     cdef int64_t* track_caps
     cdef list _log_memory
     cdef list _log_weights
-    cdef double** log_ends
-    cdef int64_t** log_weights
-    cdef object _log_pointers
-    cdef object _weight_pointers
-    cdef object _log_caps
-    cdef int64_t* log_caps
+    cdef object _log_rows
+    cdef log_t* logs              # by rank
     cdef list _carry
     cdef list _end_memory
     cdef object _end_pointers
@@ -244,6 +346,11 @@ cdef class Fleet:
     cdef bint has_offload         # some worker has a lower tier
     cdef bint watch_gauges
     cdef bint watch_passes
+    cdef bint coast
+    cdef bint led                 # what happens in a worker may come to matter to others
+    cdef double stop_ms           # until when the present call lets time pass
+    cdef double ahead_ms          # latest start of a pass that ran ahead of the clock
+    cdef int64_t num_stretched    # passes of the last drive
     cdef object _gauges
     cdef gauge_t* gauge_rows
     cdef dict _fpm_open
@@ -264,6 +371,45 @@ cdef class Fleet:
     cdef int64_t feed_count
     cdef int64_t feed_at
     cdef int64_t feed_cap
+    # handoffs that the kernel leads
+    cdef object _leads
+    cdef lead_t* leads
+    cdef object _lead_rows
+    cdef int64_t* lead_rows       # in order of release
+    cdef object _lead_times
+    cdef double* lead_times
+    cdef int64_t lead_count
+    cdef int64_t lead_at
+    cdef int64_t lead_cap         # of requests inside, 0: open loop
+    cdef int64_t inside
+    cdef object _lead_facts
+    cdef int32_t* lead_facts      # [state][fact]
+    cdef object _lead_outcomes
+    cdef int32_t* lead_outcomes   # [state][action][outcome]
+    cdef object _acts
+    cdef act_t* acts
+    cdef int32_t act_cap
+    cdef int32_t act_free         # list of unused entries
+    cdef queue_t actions          # to carry out at this instant
+    cdef queue_t arrived          # behind the passes of this instant
+    cdef object _deferred
+    cdef queue_t* deferred        # by rank, until the pass in flight ends
+    cdef object _transfers
+    cdef transfer_t* transfers    # heap
+    cdef int64_t transfer_cap
+    cdef int64_t transfer_count
+    cdef turn_t lead_turns[2]
+    cdef object _hints
+    cdef int32_t* hints[2]        # ranks that requests ask for
+    cdef object _routes
+    cdef int64_t* routes          # row, worker, rank, pool of each placement, NULL: not kept
+    cdef int64_t route_cap
+    cdef int64_t route_count
+    cdef bint by_missing          # a transfer is of what the destination lacks
+    cdef int64_t transfer_bytes   # of a token, -1: not known
+    cdef double transfer_gbps
+    cdef double transfer_ms       # where bytes or bandwidth are not known
+    cdef str lead_error
     cdef object _specs
     cdef object _planned
     cdef list _sources            # by pool
@@ -283,7 +429,7 @@ cdef class Fleet:
     cdef object error
 
     def __init__(self, records, histogram, *, handoffs=None, capture_admissions=False, capture_outputs=False,
-                 record_passes=False, capture_offload=False, watch_gauges=False, watch_passes=False):
+                 record_passes=False, capture_offload=False, watch_gauges=False, watch_passes=False, coast=True):
         self._states = []
         self._records = records
         self.records = <request_record_t*>cnp.PyArray_DATA(<cnp.ndarray>records)
@@ -298,13 +444,17 @@ cdef class Fleet:
         self.capture_offload = capture_offload
         self.watch_gauges = watch_gauges or watch_passes
         self.watch_passes = watch_passes
+        # A captured output tells each token.
+        self.coast = coast and not capture_outputs
+        self.led = False
+        self.stop_ms = self.ahead_ms = -INFINITY
         self._fpm_open, self._fpm = {}, {}
         self._tracks, self._end_memory, self._log_memory, self._log_weights = [], [], [], []
-        # Per worker: weight that runs on into the window, and the end of the pass before it.
+        # Per rank: weight that runs on into the window, and the end of the pass before it.
         self._carry = []
         self._rank_memory = self._rank_workers = self._track_pointers = self._track_caps = self._gauges = None
         self._worker_memory = self._heap = self._todo = self._idle = None
-        self._end_pointers = self._end_caps = self._log_pointers = self._weight_pointers = self._log_caps = None
+        self._end_pointers = self._end_caps = self._log_rows = None
         self._reserve_workers(4)
         self._reserve_ranks(4)
         self.span_free = -1
@@ -362,19 +512,23 @@ cdef class Fleet:
             self.ranks[first + i] = (<RankState>state).bind()
             self.ranks[first + i].grouped = len(states) > 1
             self.ranks[first + i].want_firsts = self.note_firsts
+            self.ranks[first + i].coast.wanted = self.coast
             self.ranks[first + i].want_offload = self.capture_offload
             self.has_offload |= self.ranks[first + i].config.offload != 0
+            # Others are tried again whenever something ends.
+            self.led |= pool != 0 or self.ranks[first + i].config.ask_admission != 0
             self.rank_workers[first + i] = w
             memset(&self.gauge_rows[first + i], 0, sizeof(gauge_t))
+            self._log_memory.append(None)
+            self._log_weights.append(None)
+            self._carry.append((0, 0.0))
+            memset(&self.logs[first + i], 0, sizeof(log_t))
+            self._grow_log(first + i, 1024)
         self.num_ranks += len(states)
         self._end_memory.append(None)
         self.ends[w] = NULL
         self.end_caps[w] = 0
-        self._log_memory.append(None)
-        self._log_weights.append(None)
-        self._carry.append((0, 0.0))
         self.num_workers += 1
-        self._grow_log(w, 1024)
         return w, first
 
     def remove_worker(self, int64_t w):
@@ -383,15 +537,16 @@ cdef class Fleet:
         cdef int64_t i
         if not worker.live or worker.busy:
             raise ValueError(f"worker {w} is busy or already removed")
-        self.fold(w)
         worker.live = 0
         for i in range(worker.first_rank, worker.first_rank + worker.num_ranks):
+            self.fold(i)
+            self._log_memory[i] = self._log_weights[i] = None
             self._states[i] = None
             self._tracks[i] = None
             self.ranks[i] = NULL
             self.tracks[i] = NULL
             self.track_caps[i] = 0
-        self._log_memory[w] = self._log_weights[w] = self._end_memory[w] = None
+        self._end_memory[w] = None
 
     def note(self, bint ends, bint firsts):
         """Whether to return at the instants at which requests end, and emit their first token."""
@@ -465,18 +620,12 @@ cdef class Fleet:
         self._idle = _longer(self._idle, cap, np.int32)
         self._end_pointers = _longer(self._end_pointers, cap, np.uintp)
         self._end_caps = _longer(self._end_caps, cap, np.int64)
-        self._log_pointers = _longer(self._log_pointers, cap, np.uintp)
-        self._weight_pointers = _longer(self._weight_pointers, cap, np.uintp)
-        self._log_caps = _longer(self._log_caps, cap, np.int64)
         self.workers = <worker_t*>cnp.PyArray_DATA(<cnp.ndarray>self._worker_memory)
         self.heap = <int32_t*>cnp.PyArray_DATA(<cnp.ndarray>self._heap)
         self.todo = <int32_t*>cnp.PyArray_DATA(<cnp.ndarray>self._todo)
         self.idle = <int32_t*>cnp.PyArray_DATA(<cnp.ndarray>self._idle)
         self.ends = <end_t**>cnp.PyArray_DATA(<cnp.ndarray>self._end_pointers)
         self.end_caps = <int64_t*>cnp.PyArray_DATA(<cnp.ndarray>self._end_caps)
-        self.log_ends = <double**>cnp.PyArray_DATA(<cnp.ndarray>self._log_pointers)
-        self.log_weights = <int64_t**>cnp.PyArray_DATA(<cnp.ndarray>self._weight_pointers)
-        self.log_caps = <int64_t*>cnp.PyArray_DATA(<cnp.ndarray>self._log_caps)
         self.worker_cap = cap
 
     def _reserve_ranks(self, int64_t cap):
@@ -484,6 +633,8 @@ cdef class Fleet:
         self._rank_workers = _longer(self._rank_workers, cap, np.int32)
         self._track_pointers = _longer(self._track_pointers, cap, np.uintp)
         self._track_caps = _longer(self._track_caps, cap, np.int64)
+        self._log_rows = _longer(self._log_rows, cap * sizeof(log_t), np.uint8)
+        self.logs = <log_t*>cnp.PyArray_DATA(<cnp.ndarray>self._log_rows)
         gauges = np.zeros((cap, sizeof(gauge_t) // 8), np.int64)
         if self._gauges is not None:
             gauges[:len(self._gauges)] = self._gauges
@@ -501,17 +652,17 @@ cdef class Fleet:
         self.notes = <note_t*>cnp.PyArray_DATA(<cnp.ndarray>self._notes)
         return 0
 
-    def _grow_log(self, int64_t w, int64_t cap):
-        """Room for `cap` passes in the window of worker `w`."""
+    def _grow_log(self, int64_t rank, int64_t cap):
+        """Room for `cap` passes in the window of a rank."""
         ends = np.zeros(cap, np.float64)
         weights = np.zeros(cap + 2, np.int64)
-        if self._log_memory[w] is not None:
-            ends[:len(self._log_memory[w])] = self._log_memory[w]
-            weights[:len(self._log_weights[w])] = self._log_weights[w]
-        self._log_memory[w], self._log_weights[w] = ends, weights
-        self.log_ends[w] = <double*>cnp.PyArray_DATA(<cnp.ndarray>ends)
-        self.log_weights[w] = <int64_t*>cnp.PyArray_DATA(<cnp.ndarray>weights)
-        self.log_caps[w] = cap
+        if self._log_memory[rank] is not None:
+            ends[:len(self._log_memory[rank])] = self._log_memory[rank]
+            weights[:len(self._log_weights[rank])] = self._log_weights[rank]
+        self._log_memory[rank], self._log_weights[rank] = ends, weights
+        self.logs[rank].ends = <double*>cnp.PyArray_DATA(<cnp.ndarray>ends)
+        self.logs[rank].weights = <int64_t*>cnp.PyArray_DATA(<cnp.ndarray>weights)
+        self.logs[rank].cap = cap
 
     def _grow_spans(self):
         cap = max(1024, 2 * self.span_cap)
@@ -541,10 +692,12 @@ cdef class Fleet:
     cdef int make_room(self, int64_t w) except -1:
         """Before a pass of worker `w`: room for all it can end, begin, log and break up."""
         cdef int64_t live = self.live_requests(w)
+        cdef int64_t rank
         if self.end_caps[w] < self.workers[w].num_ends + 2 * live:
             self.reserve_ends(w, 2 * (self.workers[w].num_ends + 2 * live))
-        if self.workers[w].log_count >= self.log_caps[w]:
-            self.fold(w)
+        for rank in range(self.workers[w].first_rank, self.workers[w].first_rank + self.workers[w].num_ranks):
+            if self.logs[rank].count >= self.logs[rank].cap:
+                self.fold(rank)
         while self.span_cap - self.span_used < live:
             self._grow_spans()
         if self.odd_cap - self.odd_count < self.span_used + live:
@@ -557,8 +710,11 @@ cdef class Fleet:
 
     cdef bint has_room(self, int64_t w) noexcept nogil:
         cdef int64_t live = self.live_requests(w)
+        cdef int64_t rank
+        for rank in range(self.workers[w].first_rank, self.workers[w].first_rank + self.workers[w].num_ranks):
+            if self.logs[rank].count >= self.logs[rank].cap:
+                return False
         return (self.end_caps[w] >= self.workers[w].num_ends + 2 * live
-                and self.workers[w].log_count < self.log_caps[w]
                 and self.span_cap - self.span_used >= live
                 and self.odd_cap - self.odd_count >= self.span_used + live)
 
@@ -600,29 +756,29 @@ cdef class Fleet:
             self.odd_count = 0
         return 0
 
-    cdef int fold(self, int64_t w) except -1:
-        """Move passes that no live request refers to from the window of `w` into the histogram."""
-        cdef worker_t* worker = &self.workers[w]
-        cdef int64_t oldest = worker.log_base + worker.log_count
+    cdef int fold(self, int64_t rank) except -1:
+        """Move passes that no live request refers to from the window of a rank into the histogram."""
+        cdef int64_t w = self.rank_workers[rank]
+        cdef log_t* log = &self.logs[rank]
+        cdef int64_t oldest = log.base + log.count
         cdef int64_t i
         cdef int64_t slot
         cdef int64_t count
         cdef const track_t* t
-        for i in range(worker.first_rank, worker.first_rank + worker.num_ranks):
-            for slot in range(min(self.ranks[i].header.high_water, self.track_caps[i])):
-                if self.ranks[i].requests[slot].status != 0:
-                    t = &self.tracks[i][slot]
-                    if t.first_pass >= 0 and t.first_pass < oldest:
-                        oldest = t.first_pass
-        for i in range(worker.num_ends):
+        for slot in range(min(self.ranks[rank].header.high_water, self.track_caps[rank])):
+            if self.ranks[rank].requests[slot].status != 0:
+                t = &self.tracks[rank][slot]
+                if t.first_pass >= 0 and t.first_pass < oldest:
+                    oldest = t.first_pass
+        for i in range(self.workers[w].num_ends):
             t = &self.ends[w][i].track
-            if t.first_pass >= 0 and t.first_pass < oldest:
+            if self.ends[w][i].rank == rank and t.first_pass >= 0 and t.first_pass < oldest:
                 oldest = t.first_pass
-        count = oldest - worker.log_base
+        count = oldest - log.base
         if count > 0:
-            weight, before = self._carry[w]
-            ends = self._log_memory[w]
-            weights = self._log_weights[w]
+            weight, before = self._carry[rank]
+            ends = self._log_memory[rank]
+            weights = self._log_weights[rank]
             # Piece by piece: the temporary arrays stay small however long the window is.
             for first in range(0, count, WINDOW):
                 last = min(first + WINDOW, count)
@@ -632,15 +788,15 @@ cdef class Fleet:
                 if used.any():
                     self._histogram.add(np.rint(gaps[used] * 1e6).astype(np.int64), running[used])
                 weight, before = int(running[len(running) - 1]), float(ends[last - 1])
-            self._carry[w] = (weight, before)
-            left = worker.log_count - count
-            ends[:left] = ends[count:worker.log_count].copy()
-            weights[:left + 2] = weights[count:worker.log_count + 2].copy()
+            self._carry[rank] = (weight, before)
+            left = log.count - count
+            ends[:left] = ends[count:log.count].copy()
+            weights[:left + 2] = weights[count:log.count + 2].copy()
             weights[left + 2:] = 0
-            worker.log_base += count
-            worker.log_count = left
-        if 2 * worker.log_count > self.log_caps[w] or self.log_caps[w] < WINDOW:
-            self._grow_log(w, max(WINDOW, 2 * self.log_caps[w]))
+            log.base += count
+            log.count = left
+        if 2 * log.count > log.cap or log.cap < WINDOW:
+            self._grow_log(rank, max(WINDOW, 2 * log.cap))
         return 0
 
     # ------------------------------------------------------------ what enters
@@ -651,8 +807,8 @@ cdef class Fleet:
         Parameters
         ----------
         specs : ndarray of layout.REQUEST_SPEC, shape (n,)
-        planned : ndarray of uint32
-            Output ids.
+        planned : ndarray of uint32 or None
+            Output ids; None if nobody will look at them.
         source : callable
             ``source(first, last)`` gives the content of rows first .. last-1:
             (hashes or None, local hashes or None, runs or None, heads or None,
@@ -667,7 +823,9 @@ cdef class Fleet:
         self._specs, self._planned = specs, planned
         self._sources[pool] = source
         self.specs = <request_spec_t*>cnp.PyArray_DATA(<cnp.ndarray>specs)
-        self.planned = <const uint32_t*>cnp.PyArray_DATA(<cnp.ndarray>planned)
+        self.planned = NULL
+        if planned is not None:
+            self.planned = <const uint32_t*>cnp.PyArray_DATA(<cnp.ndarray>planned)
         self._content[pool] = {}
         self._chunk_memory[pool] = np.zeros((n + CHUNK - 1) // CHUNK * sizeof(chunk_t), np.uint8)
         self.chunks[pool] = <chunk_t*>cnp.PyArray_DATA(<cnp.ndarray>self._chunk_memory[pool])
@@ -779,7 +937,7 @@ cdef class Fleet:
             content.num_hashes = chunk.offsets[at + 1] - first
             if chunk.locals != NULL:
                 content.locals = chunk.locals + first
-        if spec.planned_offset >= 0:
+        if spec.planned_offset >= 0 and self.planned != NULL:
             content.planned = self.planned + spec.planned_offset
 
     cdef void ingest(self, int64_t rank, int64_t row, double arrival_ms) noexcept nogil:
@@ -805,21 +963,52 @@ cdef class Fleet:
         if state.error is not None:
             raise state.take_error()
 
+    cdef int32_t enter_prefill(self, int64_t rank, int64_t row, double arrival_ms) noexcept nogil:
+        """Submit the prefill half of a row of the flat inputs, its KV to be held; its row in the rank."""
+        cdef const request_spec_t* spec = &self.specs[row]
+        cdef content_t flat
+        cdef int32_t slot
+        self.find_content(rank, row, &flat)
+        slot = engine_submit(
+            self.ranks[rank], spec.id_hi, spec.id_lo, spec.input_tokens, min(<int64_t>1, spec.max_output_tokens), &flat)
+        engine_register_source(self.ranks[rank], slot, 0, row)
+        self.enter(rank, slot, row, arrival_ms)
+        return slot
+
+    cdef int32_t enter_reservation(self, int64_t rank, int64_t row, double arrival_ms) noexcept nogil:
+        """Queue the reservation of the decode half of a row of the flat inputs; -1 if it can never fit."""
+        cdef const request_spec_t* spec = &self.specs[row]
+        cdef content_t flat
+        cdef int32_t slot
+        if self.misfits(rank, row, spec.input_tokens):
+            return -1
+        self.find_content(rank, row, &flat)
+        slot = engine_reserve(
+            self.ranks[rank], spec.id_hi, spec.id_lo, spec.input_tokens, spec.max_output_tokens, &flat, 0, row)
+        self.enter(rank, slot, row, arrival_ms)
+        return slot
+
+    cdef bint misfits(self, int64_t rank, int64_t row, int64_t length) noexcept nogil:
+        """Whether a prompt can never fit into a decode rank; its record says why then."""
+        cdef int64_t needed = 0
+        cdef int reason = engine_reserve_error(self.ranks[rank], length, self.specs[row].max_output_tokens, &needed)
+        if reason != NO_REASON:
+            self.records[row].reason = reason
+            self.records[row].needed = needed
+        return reason != NO_REASON
+
     def submit_prefill(self, int64_t rank, int64_t row, double arrival_ms, num_input=None, content=None):
         """Submit the prefill half of a row, its KV to be held; returns its row in the rank. The handoff id is the row."""
         cdef RankState state = self.state_of(rank)
         cdef const request_spec_t* spec = &self.specs[row]
-        cdef int64_t count = min(1, spec.max_output_tokens)
-        cdef content_t flat
         cdef int32_t slot
         if content is None:
-            self.find_content(rank, row, &flat)
-            slot = engine_submit(self.ranks[rank], spec.id_hi, spec.id_lo, spec.input_tokens, count, &flat)
+            slot = self.enter_prefill(rank, row, arrival_ms)
         else:
             self.records[row].input_tokens = num_input
-            slot = state.submit(spec.id_hi, spec.id_lo, num_input, count, content)
-        engine_register_source(self.ranks[rank], slot, 0, row)
-        self.enter(rank, slot, row, arrival_ms)
+            slot = state.submit(spec.id_hi, spec.id_lo, num_input, min(1, spec.max_output_tokens), content)
+            engine_register_source(self.ranks[rank], slot, 0, row)
+            self.enter(rank, slot, row, arrival_ms)
         if state.error is not None:
             raise state.take_error()
         return slot
@@ -831,22 +1020,14 @@ cdef class Fleet:
         """
         cdef RankState state = self.state_of(rank)
         cdef const request_spec_t* spec = &self.specs[row]
-        cdef content_t flat
         cdef int32_t slot
-        cdef int64_t length = spec.input_tokens if num_input is None else num_input
-        cdef int64_t needed = 0
-        cdef int reason = engine_reserve_error(self.ranks[rank], length, spec.max_output_tokens, &needed)
-        if reason != NO_REASON:
-            self.records[row].reason = reason
-            self.records[row].needed = needed
-            return -1
         if content is None:
-            self.find_content(rank, row, &flat)
-            slot = engine_reserve(
-                self.ranks[rank], spec.id_hi, spec.id_lo, length, spec.max_output_tokens, &flat, 0, row)
+            slot = self.enter_reservation(rank, row, arrival_ms)
         else:
-            slot = state.reserve(spec.id_hi, spec.id_lo, length, spec.max_output_tokens, content, 0, row)
-        self.enter(rank, slot, row, arrival_ms)
+            if self.misfits(rank, row, num_input):
+                return -1
+            slot = state.reserve(spec.id_hi, spec.id_lo, num_input, spec.max_output_tokens, content, 0, row)
+            self.enter(rank, slot, row, arrival_ms)
         if state.error is not None:
             raise state.take_error()
         return slot
@@ -897,11 +1078,23 @@ cdef class Fleet:
 
     # ------------------------------------------------------------ one pass
 
+    cdef inline int64_t log_end(self, int64_t rank, double end_ms) noexcept nogil:
+        """Log the pass of a rank if requests went on in it: its number, UNLOGGED if none did."""
+        cdef const rank_t* r = self.ranks[rank]
+        cdef log_t* log = &self.logs[rank]
+        if r.p.num_ready + r.p.coasting == 0 or (
+                r.config.engine == RADIX and not r.config.legacy and r.p.admitted > 0):
+            return UNLOGGED
+        log.ends[log.count] = end_ms
+        log.count += 1
+        return log.base + log.count - 1
+
     cdef void follow(self, int64_t w, int64_t rank, double now_ms, double end_ms) noexcept nogil:
-        """After a rank emitted in the newest logged pass of worker `w`: admissions, token times, ends."""
+        """After a rank of worker `w` emitted: admissions, token times, ends."""
         cdef rank_t* r = self.ranks[rank]
         cdef worker_t* worker = &self.workers[w]
-        cdef int64_t number = worker.log_base + worker.log_count - 1
+        cdef bint hidden = worker.pool == POOL_PREFILL
+        cdef int64_t number = UNLOGGED if hidden else self.log_end(rank, end_ms)
         cdef track_t* tracks = self.tracks[rank]
         cdef track_t* t
         cdef request_record_t* record
@@ -913,7 +1106,6 @@ cdef class Fleet:
         cdef int64_t i
         cdef int64_t n
         cdef int32_t at
-        cdef bint hidden = worker.pool == POOL_PREFILL
         for i in range(r.num_pressures):
             tracks[r.pressures[i].slot].lost = r.pressures[i].computed
         for i in range(r.num_admissions):
@@ -940,20 +1132,28 @@ cdef class Fleet:
                     if a.reused > halves.decode_reused_tokens:
                         halves.decode_reused_tokens = a.reused
         # The token of a prefill half is never shown: its request goes on elsewhere.
+        if self.coast and not hidden and r.config.nextn == 0:
+            # Rows of requests that ended are gone, so their signals say how many tokens they had.
+            for i in range(r.num_signals):
+                s = &r.signals[i]
+                if s.flags & COMPLETED:
+                    catch_up(&tracks[s.slot], s.generated - (s.flags & HAS_TOKEN != 0))
         for i in range(0 if hidden else r.p.num_ready):
             n = r.burst[i]
             if n == 0:
                 continue
             t = &tracks[r.ready[i]]
+            if self.coast:
+                catch_up(t, r.requests[r.ready[i]].generated - n)
             if likely(t.last == number - 1 and t.emitted > 1 and n == 1):
                 t.last = number
                 t.emitted += 1
                 t.burst = 1
                 continue
-            if t.last < 0:
-                t.first_pass = number
+            if t.emitted == 0:
                 t.start = number
-            elif t.last != number - 1:
+                t.start_ms = end_ms
+            elif t.last != number - 1 or number < 0:
                 if self.span_free >= 0:
                     at = self.span_free
                     self.span_free = self.spans[at].next
@@ -963,9 +1163,13 @@ cdef class Fleet:
                 span = &self.spans[at]
                 span.start = t.start
                 span.last = t.last
+                span.start_ms = t.start_ms
                 span.next = t.spans
                 t.spans = at
                 t.start = number
+                t.start_ms = end_ms
+            if t.first_pass < 0 and number >= 0:
+                t.first_pass = number
             t.last = number
             t.burst = <int32_t>n
             t.zero_gaps += <int32_t>(n - 1)
@@ -994,17 +1198,19 @@ cdef class Fleet:
             else:
                 continue
             e.track = t[0]
+            e.rank = rank
             worker.num_ends += 1
 
-    cdef inline double pass_end(self, int64_t w, int64_t number) noexcept nogil:
-        return self.log_ends[w][number - self.workers[w].log_base]
+    cdef inline double run_end(self, int64_t rank, int64_t last, double start_ms) noexcept nogil:
+        """When the last token of a run of emissions came."""
+        return start_ms if last < 0 else self.logs[rank].ends[last - self.logs[rank].base]
 
-    cdef inline void weigh(self, int64_t w, int64_t start, int64_t last) noexcept nogil:
+    cdef inline void weigh(self, int64_t rank, int64_t start, int64_t last) noexcept nogil:
         """The gaps of passes start+1 .. last count once more."""
-        cdef int64_t base = self.workers[w].log_base
+        cdef log_t* log = &self.logs[rank]
         if last > start:
-            self.log_weights[w][start + 1 - base] += 1
-            self.log_weights[w][last + 1 - base] -= 1
+            log.weights[start + 1 - log.base] += 1
+            log.weights[last + 1 - log.base] -= 1
 
     cdef void settle_end(self, int64_t w, const end_t* e, double end_ms) noexcept nogil:
         """Write the record of a request that ended, and count its gaps if it completed."""
@@ -1012,7 +1218,8 @@ cdef class Fleet:
         cdef request_record_t* record = &self.records[t.row]
         cdef int32_t at = t.spans
         cdef int32_t after
-        cdef int64_t start = t.start
+        cdef double start_ms = t.start_ms
+        cdef const span_t* span
         cdef note_t* n
         record.terminal_ms = end_ms
         record.status = e.status
@@ -1022,17 +1229,19 @@ cdef class Fleet:
         record.output_tokens = t.emitted
         record.recomputed_tokens += t.recomputed
         if t.emitted > 0:
-            record.last_token_ms = self.pass_end(w, t.last)
+            record.last_token_ms = self.run_end(e.rank, t.last, t.start_ms)
             if e.status == RUN_COMPLETED:
-                self.weigh(w, t.start, t.last)
+                self.weigh(e.rank, t.start, t.last)
                 self.zero_gaps += t.zero_gaps
         while at >= 0:
+            span = &self.spans[at]
             if e.status == RUN_COMPLETED:
-                self.weigh(w, self.spans[at].start, self.spans[at].last)
-                self.odd[self.odd_count] = llrint((self.pass_end(w, start) - self.pass_end(w, self.spans[at].last)) * 1e6)
+                self.weigh(e.rank, span.start, span.last)
+                self.odd[self.odd_count] = llrint(
+                    (start_ms - self.run_end(e.rank, span.last, span.start_ms)) * 1e6)
                 self.odd_count += 1
-            start = self.spans[at].start
-            after = self.spans[at].next
+            start_ms = span.start_ms
+            after = span.next
             self.spans[at].next = self.span_free
             self.span_free = at
             at = after
@@ -1153,6 +1362,44 @@ cdef class Fleet:
             self._fpm[rank] = (self.workers[w].busy_until, duration_ms, fpm)
         return 0
 
+    cdef double horizon(self) noexcept nogil:
+        """The first instant at which something could reach a worker that is about to start a pass."""
+        cdef double next_ms = self.stop_ms
+        if self.watch_gauges or self.record_passes or self.idle_count > 0:
+            return -INFINITY
+        if self.feed_at < self.feed_count and self.feed_cap == 0 and self.feed_times[self.feed_at] < next_ms:
+            next_ms = self.feed_times[self.feed_at]
+        if self.led or self.note_ends or self.note_firsts or self.feed_cap > 0:
+            # What ends elsewhere may send something here.
+            if self.todo_count > 0:
+                return -INFINITY
+            if self.heap_count > 0 and self.workers[self.heap[0]].busy_until < next_ms:
+                next_ms = self.workers[self.heap[0]].busy_until
+        return next_ms
+
+    cdef bint stretch(self, int64_t w, double now_ms) noexcept nogil:
+        """Passes of a quiet worker of one rank, the newest of which is in flight; false if it has to go step by step."""
+        cdef worker_t* worker = &self.workers[w]
+        cdef log_t* log = &self.logs[worker.first_rank]
+        cdef int64_t n
+        if not engine_quiet(self.ranks[worker.first_rank]) or worker.pool == POOL_PREFILL:
+            return False
+        n = engine_stretch(
+            self.ranks[worker.first_rank], now_ms, self.horizon(), log.ends + log.count, log.cap - log.count)
+        if n == 0:
+            return False
+        log.count += n
+        if n > 1 and log.ends[log.count - 2] > self.ahead_ms:
+            self.ahead_ms = log.ends[log.count - 2]
+        self.passes += n - 1
+        self.num_stretched = n
+        worker.busy_until = log.ends[log.count - 1]
+        worker.busy = 1
+        worker.barren = 0
+        worker.num_ranks_run = 1
+        worker.prefill_tokens = 0
+        return True
+
     cdef int drive(self, int64_t w, double now_ms) noexcept nogil:
         """Start a pass of an idle worker.
 
@@ -1172,6 +1419,9 @@ cdef class Fleet:
         cdef int64_t last = first + worker.num_ranks
         if unlikely(worker.barren > MOST_BARREN) and self.break_livelock(w, now_ms):
             return 2
+        if worker.num_ranks == 1 and self.stretch(w, now_ms):
+            return 1
+        self.num_stretched = 1
         for i in range(first, last):
             work |= engine_runnable(self.ranks[i])
         for i in range(first, last):
@@ -1190,8 +1440,6 @@ cdef class Fleet:
                 end_ms = r.p.end_ms
         if not ran:
             return 4
-        self.log_ends[w][worker.log_count] = end_ms
-        worker.log_count += 1
         worker.prefill_tokens = 0
         worker.num_ranks_run = 0
         for i in range(first, last):
@@ -1222,7 +1470,6 @@ cdef class Fleet:
             return 1
         if progress:
             return 2
-        worker.log_count -= 1
         # A pass without effect ends like any other for the ranks that ran, not for their idle siblings.
         for i in range(first, last):
             if self.ranks[i].p.num_ready >= 0:
@@ -1338,6 +1585,7 @@ cdef class Fleet:
                 self._passes = _enlarged(self._passes, self.pass_count + 1)
             for i in range(r.p.num_ready):
                 tokens += r.burst[i]
+            tokens += r.p.coasting
             self._passes[self.pass_count] = (
                 now_ms, end_ms, worker, dp_rank, *state.fpm(), engine_active(r), h.num_inactive, h.num_running,
                 h.num_waiting, tokens)
@@ -1536,7 +1784,7 @@ cdef class Fleet:
                 return -1
             if result == 1:
                 self.heap_push(w)
-                budget[0] -= 1
+                budget[0] -= self.num_stretched
             elif result == 2:
                 self.complete(w)
                 budget[0] -= 1
@@ -1551,13 +1799,22 @@ cdef class Fleet:
                     self.idle_count += 1
         return 0
 
+    cdef void catch_clock(self) noexcept nogil:
+        """Nothing is left before the end of a call: passes that ran ahead of the clock are the last that happened."""
+        if self.ahead_ms > self.now_ms:
+            self.now_ms = self.ahead_ms
+
     cdef int loop(self, double until_ms, double cap_ms, bint hold, int64_t slice_passes) noexcept nogil:
         cdef double next_ms
         cdef int64_t budget = slice_passes
+        cdef int result
         while self.now_ms < until_ms:
             self.feed()
             self.ended = False
-            if self.start_passes(&budget) < 0:
+            self.stop_ms = min(until_ms, cap_ms)
+            result = self.start_passes(&budget)
+            self.stop_ms = -INFINITY
+            if result < 0:
                 return STOP_FAILED
             if self.note_count > 0:
                 return STOP_STARTING
@@ -1565,12 +1822,15 @@ cdef class Fleet:
                 continue
             next_ms = self.next_event()
             if next_ms > cap_ms and until_ms > cap_ms and (next_ms < INFINITY or until_ms < INFINITY):
+                self.catch_clock()
                 return STOP_CAP
             if next_ms > until_ms or next_ms == INFINITY:
+                self.catch_clock()
                 if until_ms < INFINITY and not hold:
                     self.advance(until_ms)
                 return STOP_UNTIL
             if next_ms == until_ms and hold:
+                self.catch_clock()
                 return STOP_UNTIL
             if budget <= 0:
                 return STOP_SLICE
@@ -1661,6 +1921,493 @@ cdef class Fleet:
                 return True
         return False
 
+    # ------------------------------------------------------------ handoffs without Python
+    #
+    # What `kvsim.replay.system.System` does in a disaggregated run with its default options, in the same order: round
+    # robin over all ranks of a pool, one transfer time, nobody who looks on. The tables are the coordinator's.
+
+    def set_leads(self, rows, times, int64_t concurrency, facts, outcomes, turns, hints, transfer, bint capture_routes):
+        """Lead the handoffs of a run; `lead` then takes the place of `run`.
+
+        Parameters
+        ----------
+        rows : ndarray of int64
+            In order of release.
+        times : ndarray of float64
+            When; ignored with `concurrency`.
+        concurrency : int
+            0: open loop.
+        facts, outcomes : ndarray of int32
+            Of `replay.coordinator.kernel_tables`.
+        turns : sequence of (int, int, int)
+            Of the prefill and the decode pool: workers, ranks of each, the turn.
+        hints : sequence of ndarray of int32
+            Of both pools: the rank that each row asks for, -1: any.
+        transfer : (bool, int, float, float)
+            Whether only what the destination lacks is sent; bytes of a token, -1: not known; GB/s; ms where bytes are
+            not known.
+        capture_routes : bool
+            Keep the placements.
+        """
+        cdef int64_t i
+        cdef int64_t first = 0
+        self._leads = np.zeros(self.num_records * sizeof(lead_t), np.uint8)
+        self.leads = <lead_t*>cnp.PyArray_DATA(<cnp.ndarray>self._leads)
+        self._lead_rows, self._lead_times = rows, times
+        self.lead_rows = <int64_t*>cnp.PyArray_DATA(<cnp.ndarray>rows)
+        self.lead_times = <double*>cnp.PyArray_DATA(<cnp.ndarray>times)
+        self.lead_count, self.lead_at, self.lead_cap, self.inside = len(rows), 0, concurrency, 0
+        self._lead_facts, self._lead_outcomes = facts, outcomes
+        self.lead_facts = <int32_t*>cnp.PyArray_DATA(<cnp.ndarray>facts)
+        self.lead_outcomes = <int32_t*>cnp.PyArray_DATA(<cnp.ndarray>outcomes)
+        self._hints = tuple(hints)
+        for i in range(2):
+            self.hints[i] = <int32_t*>cnp.PyArray_DATA(<cnp.ndarray>self._hints[i])
+            self.lead_turns[i].first_rank = first
+            self.lead_turns[i].num_workers, self.lead_turns[i].dp_size, self.lead_turns[i].turn = turns[i]
+            first += self.lead_turns[i].num_workers * self.lead_turns[i].dp_size
+        self.by_missing, self.transfer_bytes, self.transfer_gbps, self.transfer_ms = transfer
+        self._acts = self._transfers = self._routes = None
+        self.act_cap, self.act_free = 0, -1
+        self.grow_acts()
+        self.transfer_cap = self.transfer_count = 0
+        self.grow_transfers()
+        self.route_cap = self.route_count = 0
+        if capture_routes:
+            self.grow_routes()
+        self.actions.head = self.arrived.head = -1
+        self._deferred = np.full(2 * self.num_ranks, -1, np.int32)
+        self.deferred = <queue_t*>cnp.PyArray_DATA(<cnp.ndarray>self._deferred)
+        self.lead_error = None
+
+    def lead(self, double cap_ms=INFINITY, int64_t slice_passes=1 << 40):
+        """Let time pass until all requests have ended.
+
+        Returns
+        -------
+        int
+            0: all is over; 2: about `slice_passes` passes were made; 3: the cap is reached; 6: requests are left, but
+            nothing happens any more.
+        """
+        cdef int result
+        self._begin_call()
+        with nogil:
+            result = self.lead_loop(cap_ms, slice_passes)
+        self._end_call()
+        self._check_lead()
+        return result
+
+    def settle_leads(self):
+        """All that happens at this instant."""
+        self._begin_call()
+        with nogil:
+            self.lead_settle(False)
+        self._end_call()
+        self._check_lead()
+
+    def stuck_lead(self):
+        """The first request that waits for ever: (row, state of its handoff), or None."""
+        cdef int64_t row
+        for row in range(self.num_records):
+            if self.leads[row].live and not self.lead_over(row) and self.records[row].status == RUN_UNFINISHED:
+                return row, self.leads[row].state
+        return None
+
+    def fail_lead(self, int64_t row):
+        """A handoff is given up; `settle_leads` cleans up."""
+        self.lead_fact(row, FACT_FAILED)
+        self._check_lead()
+
+    def take_routes(self):
+        """Placements so far, in order: int64 (row, worker, rank of the worker, pool), shape (n, 4)."""
+        return self._routes[:4 * self.route_count].reshape(-1, 4).copy()
+
+    def _check_lead(self):
+        if self.lead_error is not None:
+            raise RuntimeError(self.lead_error)
+
+    cdef int grow_acts(self) except -1:
+        cdef int32_t i
+        cdef int32_t before = self.act_cap
+        self.act_cap = max(1024, 2 * before)
+        self._acts = _longer(self._acts, self.act_cap * sizeof(act_t), np.uint8)
+        self.acts = <act_t*>cnp.PyArray_DATA(<cnp.ndarray>self._acts)
+        for i in range(before, self.act_cap):
+            self.acts[i].next = self.act_free
+            self.act_free = i
+        return 0
+
+    cdef int grow_transfers(self) except -1:
+        self.transfer_cap = max(256, 2 * self.transfer_cap)
+        self._transfers = _longer(self._transfers, self.transfer_cap * sizeof(transfer_t), np.uint8)
+        self.transfers = <transfer_t*>cnp.PyArray_DATA(<cnp.ndarray>self._transfers)
+        return 0
+
+    cdef int grow_routes(self) except -1:
+        self.route_cap = max(1024, 2 * self.route_cap)
+        self._routes = _longer(self._routes, 4 * self.route_cap, np.int64)
+        self.routes = <int64_t*>cnp.PyArray_DATA(<cnp.ndarray>self._routes)
+        return 0
+
+    cdef int refuse_lead(self, int64_t row, what) except -1:
+        if self.lead_error is None:
+            self.lead_error = f"handoff {row}: {what} comes in state {self.leads[row].state}"
+        return 0
+
+    cdef void push_act(self, queue_t* queue, int64_t row, int32_t action) noexcept nogil:
+        cdef int32_t at
+        if unlikely(self.act_free < 0):
+            with gil:
+                self.grow_acts()
+        at = self.act_free
+        self.act_free = self.acts[at].next
+        self.acts[at].row = row
+        self.acts[at].action = action
+        self.acts[at].next = -1
+        if queue.head < 0:
+            queue.head = at
+        else:
+            self.acts[queue.tail].next = at
+        queue.tail = at
+
+    cdef void move_acts(self, queue_t* queue) noexcept nogil:
+        """Append a list to the actions to carry out; it is empty then."""
+        if queue.head < 0:
+            return
+        if self.actions.head < 0:
+            self.actions.head = queue.head
+        else:
+            self.acts[self.actions.tail].next = queue.head
+        self.actions.tail = queue.tail
+        queue.head = -1
+
+    cdef inline bint lead_over(self, int64_t row) noexcept nogil:
+        """Nothing is to be done any more for a handoff."""
+        return self.leads[row].state == LEAD_DONE or self.leads[row].state == LEAD_ABANDONED
+
+    cdef void take_step(self, queue_t* queue, int64_t row, int32_t step) noexcept nogil:
+        """A step of a handoff: its next state, and the actions that follow."""
+        self.leads[row].state = step & 255
+        if (step >> 8) & 255 > 0:
+            self.push_act(queue, row, (step >> 16) & 15)
+        if (step >> 8) & 255 > 1:
+            self.push_act(queue, row, (step >> 20) & 15)
+
+    cdef void lead_fact(self, int64_t row, int32_t fact) noexcept nogil:
+        cdef int32_t step = self.lead_facts[self.leads[row].state * NUM_FACTS + fact]
+        if step >= 0:
+            self.take_step(&self.actions, row, step)
+        elif step == STEP_REFUSED:
+            with gil:
+                self.refuse_lead(row, f"fact {fact}")
+
+    cdef void lead_outcome(self, int64_t row, int32_t action, int32_t outcome) noexcept nogil:
+        cdef int32_t step = self.lead_outcomes[(self.leads[row].state * NUM_ACTIONS + action) * NUM_OUTCOMES + outcome]
+        if step >= 0:
+            self.take_step(&self.actions, row, step)
+        elif step == STEP_REFUSED:
+            with gil:
+                self.refuse_lead(row, f"outcome {outcome} of action {action}")
+
+    cdef int64_t lead_place(self, int64_t pool, int64_t row) noexcept nogil:
+        """Rank of a half: the next in turn, or the next with the number that the request asks for."""
+        cdef turn_t* turn = &self.lead_turns[pool]
+        cdef int64_t hint = self.hints[pool][row]
+        cdef int64_t ranks = turn.dp_size if hint < 0 else 1
+        cdef int64_t at = turn.turn % (turn.num_workers * ranks)
+        cdef int64_t worker = at // ranks
+        cdef int64_t dp_rank = at % ranks if hint < 0 else hint
+        turn.turn = at + 1
+        if self.routes != NULL:
+            if unlikely(self.route_count == self.route_cap):
+                with gil:
+                    self.grow_routes()
+            self.routes[4 * self.route_count] = row
+            self.routes[4 * self.route_count + 1] = worker
+            self.routes[4 * self.route_count + 2] = dp_rank
+            self.routes[4 * self.route_count + 3] = POOL_PREFILL if pool == 0 else POOL_DECODE
+            self.route_count += 1
+        return turn.first_rank + worker * turn.dp_size + dp_rank
+
+    cdef void lead_end_early(self, int64_t row, int32_t status) noexcept nogil:
+        """A request ends before its decode half has run."""
+        if self.records[row].status == RUN_UNFINISHED:
+            self.records[row].status = status
+            self.records[row].terminal_ms = self.now_ms
+
+    cdef void lead_retire(self, int64_t row) noexcept nogil:
+        if self.leads[row].ended and self.leads[row].live and self.lead_over(row):
+            self.leads[row].live = 0
+            self.forget(POOL_PREFILL, row)
+            self.forget(POOL_DECODE, row)
+
+    cdef void lead_reserved(self, int64_t rank, int32_t slot) noexcept nogil:
+        """A command made room for the first pending destination of its rank; NO_SLOT: it did not."""
+        cdef int64_t row
+        if slot >= 0:
+            row = self.reserved(rank, slot)
+            self.leads[row].tokens = self.ranks[rank].handoffs[slot].transferable
+            self.lead_fact(row, FACT_RESERVED)
+
+    cdef void lead_notes(self) noexcept nogil:
+        """Deal with what the engines showed, in order."""
+        cdef int64_t i
+        cdef int64_t k
+        cdef const note_t* n
+        cdef const worker_t* worker
+        cdef lead_t* lead
+        for i in range(self.note_count):
+            n = &self.notes[i]
+            if n.kind == NOTE_WOKEN:
+                worker = &self.workers[n.worker]
+                for k in range(worker.first_rank, worker.first_rank + worker.num_ranks):
+                    self.move_acts(&self.deferred[k])
+                continue
+            lead = &self.leads[n.row]
+            if not lead.live or n.kind == NOTE_FIRST:
+                continue
+            if n.kind == NOTE_HELD:
+                self.lead_fact(n.row, FACT_HELD)
+            elif n.kind == NOTE_RESERVED:
+                lead.tokens = n.value
+                self.lead_fact(n.row, FACT_RESERVED)
+            elif n.pool == POOL_DECODE:
+                lead.decode_slot = -1
+                lead.ended = 1
+                self.inside -= 1
+                self.lead_retire(n.row)
+            else:
+                # The prefill half ended without being held.
+                lead.prefill_slot = -1
+                self.lead_end_early(n.row, n.status)
+                self.lead_fact(n.row, FACT_FAILED)
+        self.note_count = 0
+
+    cdef void lead_enter(self, int64_t row, int32_t action) noexcept nogil:
+        """Place a half and hand it to its rank."""
+        cdef lead_t* lead = &self.leads[row]
+        cdef double arrival_ms = self.records[row].arrival_ms
+        cdef int64_t rank
+        cdef int32_t slot
+        if action == ACT_SUBMIT:
+            rank = self.lead_place(0, row)
+            lead.prefill_rank = <int32_t>rank
+            lead.prefill_slot = self.enter_prefill(rank, row, arrival_ms)
+            self.lead_outcome(row, action, OUT_SUBMITTED)
+            return
+        rank = self.lead_place(1, row)
+        slot = self.enter_reservation(rank, row, arrival_ms)
+        if slot < 0:
+            self.lead_end_early(row, RUN_FAILED)
+            self.lead_outcome(row, action, OUT_FAILED)
+            return
+        lead.decode_rank = <int32_t>rank
+        lead.decode_slot = slot
+        self.lead_outcome(row, action, OUT_ACCEPTED)
+        if not self.workers[self.rank_workers[rank]].busy:
+            self.lead_reserved(rank, engine_retry(self.ranks[rank]))
+
+    cdef double lead_delay(self, int64_t row) noexcept nogil:
+        """How long the KV of a prompt is on the wire."""
+        cdef int64_t tokens = self.leads[row].tokens if self.by_missing else self.records[row].input_tokens
+        if self.transfer_bytes < 0:
+            return self.transfer_ms
+        return <double>(tokens * self.transfer_bytes) / (self.transfer_gbps * 1e9) * 1000.0
+
+    cdef void lead_transfer(self, int64_t row) noexcept nogil:
+        """Start a transfer; one that takes no time is over."""
+        cdef double delay = self.lead_delay(row)
+        cdef double end_ms = self.now_ms + delay
+        cdef int64_t at = self.transfer_count
+        cdef int64_t above
+        self.lead_outcome(row, ACT_TRANSFER, OUT_SCHEDULED)
+        if not delay > 0.0:
+            self.lead_fact(row, FACT_TRANSFERRED)
+            return
+        if unlikely(at == self.transfer_cap):
+            with gil:
+                self.grow_transfers()
+        self.transfer_count += 1
+        while at > 0:
+            above = (at - 1) >> 1
+            if not lands_before(end_ms, row, &self.transfers[above]):
+                break
+            self.transfers[at] = self.transfers[above]
+            at = above
+        self.transfers[at].end_ms = end_ms
+        self.transfers[at].row = row
+
+    cdef int64_t pop_transfer(self) noexcept nogil:
+        cdef int64_t row = self.transfers[0].row
+        cdef transfer_t last
+        cdef int64_t at = 0
+        cdef int64_t below
+        self.transfer_count -= 1
+        last = self.transfers[self.transfer_count]
+        while True:
+            below = 2 * at + 1
+            if below >= self.transfer_count:
+                break
+            if below + 1 < self.transfer_count and lands_before(
+                    self.transfers[below + 1].end_ms, self.transfers[below + 1].row, &self.transfers[below]):
+                below += 1
+            if not lands_before(self.transfers[below].end_ms, self.transfers[below].row, &last):
+                break
+            self.transfers[at] = self.transfers[below]
+            at = below
+        self.transfers[at] = last
+        return row
+
+    cdef void lead_command(self, int64_t row, int32_t action) noexcept nogil:
+        """A command to the rank that has a half; deferred while its worker is in a pass."""
+        cdef lead_t* lead = &self.leads[row]
+        cdef bint source = action == ACT_RELEASE or action == ACT_CANCEL_SOURCE
+        cdef int64_t rank = lead.prefill_rank if source else lead.decode_rank
+        cdef int32_t slot = lead.prefill_slot if source else lead.decode_slot
+        cdef rank_t* r
+        cdef int64_t w
+        if slot < 0:
+            self.lead_outcome(row, action, OUT_NOOP)
+            return
+        w = self.rank_workers[rank]
+        if self.workers[w].busy:
+            self.workers[w].watched = 1
+            self.push_act(&self.deferred[rank], row, action)
+            return
+        r = self.ranks[rank]
+        if action == ACT_ACTIVATE:
+            engine_activate(r, slot)
+            self.handoffs[row].destination_activated_ms = self.now_ms
+        elif action == ACT_RELEASE:
+            engine_release_source(r, slot)
+            self.handoffs[row].source_released_ms = self.now_ms
+        elif action == ACT_CANCEL_SOURCE:
+            engine_cancel_source(r, slot)
+        else:
+            engine_cancel_destination(r, slot)
+        if source:
+            lead.prefill_slot = -1
+        elif action == ACT_CANCEL_DESTINATION:
+            lead.decode_slot = -1
+        slot = engine_retry(r)
+        self.show_events(rank, self.now_ms)
+        self.queue(w)
+        self.lead_outcome(row, action, OUT_APPLIED)
+        self.lead_reserved(rank, slot)
+
+    cdef void lead_act(self) noexcept nogil:
+        """Carry out actions, first come first served."""
+        cdef int32_t at
+        cdef int32_t action
+        cdef int64_t row
+        while self.actions.head >= 0:
+            at = self.actions.head
+            row = self.acts[at].row
+            action = self.acts[at].action
+            self.actions.head = self.acts[at].next
+            self.acts[at].next = self.act_free
+            self.act_free = at
+            if action <= ACT_RESERVE:
+                self.lead_enter(row, action)
+            elif action == ACT_TRANSFER:
+                self.lead_transfer(row)
+            elif action == ACT_COMPLETE:
+                self.lead_retire(row)
+            elif action == ACT_COMPLETE_CANCELED:
+                if not self.leads[row].ended:
+                    self.lead_end_early(row, RUN_CANCELLED)
+                    self.leads[row].ended = 1
+                    self.inside -= 1
+                    self.lead_retire(row)
+            else:
+                self.lead_command(row, action)
+
+    cdef void lead_arrivals(self) noexcept nogil:
+        """Release what arrives now; it acts last of all: the passes of this instant do not contain it."""
+        cdef int64_t row
+        cdef lead_t* lead
+        while self.lead_at < self.lead_count:
+            if self.lead_cap > 0:
+                if self.inside >= self.lead_cap:
+                    return
+            elif self.lead_times[self.lead_at] > self.now_ms:
+                return
+            row = self.lead_rows[self.lead_at]
+            self.records[row].arrival_ms = self.now_ms if self.lead_cap > 0 else self.lead_times[self.lead_at]
+            self.lead_at += 1
+            self.inside += 1
+            lead = &self.leads[row]
+            lead.live = 1
+            lead.prefill_rank = lead.prefill_slot = lead.decode_rank = lead.decode_slot = -1
+            # The first step stands where the first fact of a new handoff would.
+            self.take_step(&self.arrived, row, self.lead_facts[0])
+
+    cdef int lead_start(self) noexcept nogil:
+        """Idle workers start passes until none does anything; 1 if one was over at once and showed something."""
+        cdef int64_t budget = 0
+        cdef int64_t rounds = 0
+        cdef int showed = self.note_count > 0
+        self.lead_notes()
+        self.wake_idle()
+        while True:
+            if self.start_passes(&budget) < 0:
+                return -1
+            if self.note_count == 0:
+                return showed
+            showed = 1
+            self.lead_notes()
+            rounds += 1
+            if rounds > MOST_ROUNDS:
+                with gil:
+                    self.lead_error = f"the run does not leave {self.now_ms} ms: passes without duration follow each other"
+                return -1
+
+    cdef int lead_settle(self, bint starting) noexcept nogil:
+        """Everything that happens at this instant, until nothing changes; as `System._settle`."""
+        cdef int changed
+        while True:
+            if not starting:
+                self.lead_notes()
+                while self.transfer_count > 0 and self.transfers[0].end_ms <= self.now_ms:
+                    self.lead_fact(self.pop_transfer(), FACT_TRANSFERRED)
+                self.lead_act()
+                self.lead_arrivals()
+            starting = False
+            changed = self.lead_start()
+            if changed < 0 or self.lead_error is not None:
+                return -1
+            if self.arrived.head >= 0:
+                self.move_acts(&self.arrived)
+                changed = 1
+            if not changed:
+                return 0
+
+    cdef int lead_loop(self, double cap_ms, int64_t slice_passes) noexcept nogil:
+        cdef int64_t before = self.passes
+        cdef double until_ms
+        cdef double next_ms
+        cdef int status
+        while self.inside > 0 or self.lead_at < self.lead_count:
+            until_ms = INFINITY
+            if self.lead_cap == 0 and self.lead_at < self.lead_count:
+                until_ms = self.lead_times[self.lead_at]
+            if self.transfer_count > 0:
+                until_ms = min(until_ms, self.transfers[0].end_ms)
+            next_ms = min(until_ms, self.next_event())
+            if next_ms == INFINITY:
+                return STOP_STUCK
+            if next_ms > cap_ms:
+                self.catch_clock()
+                return STOP_CAP
+            status = self.loop(until_ms, cap_ms, False, slice_passes)
+            if status == STOP_FAILED or status == STOP_CAP:
+                return status
+            if status != STOP_SLICE and self.lead_settle(status == STOP_STARTING) < 0:
+                return STOP_FAILED
+            if self.passes - before >= slice_passes:
+                return STOP_SLICE
+        return STOP_UNTIL
+
     def finish(self):
         """Fold what is left and clean the records of requests that did not end.
 
@@ -1672,7 +2419,7 @@ cdef class Fleet:
         cdef int64_t w
         cdef int64_t i
         cdef int64_t slot
-        cdef const track_t* t
+        cdef track_t* t
         cdef request_record_t* record
         now = self.now_ms
         for w in range(self.num_workers):
@@ -1682,17 +2429,20 @@ cdef class Fleet:
                 if self.ends[w][i].kind != NOTE_FIRST:
                     # Of a pass that never ended: what it showed is not there.
                     self.records[self.ends[w][i].track.row].preemptions += self.ends[w][i].preemptions
-                    self.leave(w, &self.ends[w][i].track, now)
+                    self.leave(w, self.ends[w][i].rank, &self.ends[w][i].track, now)
             self.workers[w].num_ends = 0
             for i in range(self.workers[w].first_rank, self.workers[w].first_rank + self.workers[w].num_ranks):
+                engine_sync(self.ranks[i])
                 for slot in range(min(self.ranks[i].header.high_water, self.track_caps[i])):
                     # What a held source did was written when it was held.
                     if self.ranks[i].requests[slot].status not in (FREE, HELD_SOURCE):
                         t = &self.tracks[i][slot]
+                        if self.coast and self.workers[w].pool != POOL_PREFILL:
+                            catch_up(t, self.ranks[i].requests[slot].generated)
                         self.records[t.row].preemptions += self.ranks[i].requests[slot].preemptions
-                        self.leave(w, t, now)
-                        self.tracks[i][slot].first_pass = -1
-            self.fold(w)
+                        self.leave(w, i, t, now)
+                        t.first_pass = -1
+                self.fold(i)
         self.flush_odd()
         if self.zero_gaps:
             self._histogram.add(np.zeros(1, np.int64), np.array([self.zero_gaps], np.int64))
@@ -1706,29 +2456,31 @@ cdef class Fleet:
             outputs = outputs[np.argsort(outputs["at_ms"], kind="stable")]
         return admissions, outputs, passes[passes["end_ms"] <= now]
 
-    cdef void leave(self, int64_t w, const track_t* t, double now_ms) noexcept:
+    cdef void leave(self, int64_t w, int64_t rank, const track_t* t, double now_ms) noexcept:
         """Write the record of a request that did not end, without what lies beyond the end of the run."""
         cdef request_record_t* record = &self.records[t.row]
-        cdef int64_t last = t.last
+        cdef double last_ms = self.run_end(rank, t.last, t.start_ms)
+        cdef const span_t* span
         record.recomputed_tokens += t.recomputed
         if self.workers[w].pool == POOL_PREFILL:
             return
         record.output_tokens = t.emitted
         if t.emitted == 0:
             return
-        if self.pass_end(w, last) > now_ms:
+        if last_ms > now_ms:
             # Only the newest pass can be in flight: the emission before it, if any, is visible.
             record.output_tokens -= t.burst
-            if t.start < last:
-                last -= 1
+            if t.start < t.last:
+                last_ms = self.run_end(rank, t.last - 1, t.start_ms)
             elif t.spans >= 0:
-                last = self.spans[t.spans].last
+                span = &self.spans[t.spans]
+                last_ms = self.run_end(rank, span.last, span.start_ms)
             if record.first_token_ms > now_ms:
                 record.first_token_ms = NAN
             if record.second_token_ms > now_ms:
                 record.second_token_ms = NAN
         if record.output_tokens > 0:
-            record.last_token_ms = self.pass_end(w, last)
+            record.last_token_ms = last_ms
 
 
 def _longer(array, n, dtype):

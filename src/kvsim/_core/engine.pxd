@@ -8,14 +8,14 @@ from kvsim._core.handoff cimport (
 )
 from kvsim._core.host cimport host_boundary, host_deadline, host_work
 from kvsim._core.paged_pass cimport (
-    paged_activate, paged_cancel, paged_emit, paged_free, paged_misfit, paged_open, paged_reserve, paged_schedule,
+    paged_activate, paged_cancel, paged_emit, paged_free, paged_land, paged_misfit, paged_open, paged_reserve, paged_schedule,
     paged_settle, paged_stuck, paged_unblock,
 )
 from kvsim._core.pool cimport pool_active
 from kvsim._core.radix_legacy cimport legacy_activate, legacy_emit, legacy_reserve, legacy_schedule, legacy_settle
 from kvsim._core.radix_pass cimport (
-    radix_activate, radix_cancel, radix_emit, radix_free_destination, radix_free_source, radix_misfit, radix_open,
-    radix_reserve, radix_schedule, radix_settle, radix_stuck,
+    radix_activate, radix_cancel, radix_emit, radix_free_destination, radix_free_source, radix_land, radix_misfit,
+    radix_open, radix_quiet, radix_reserve, radix_schedule, radix_settle, radix_stretch, radix_stuck, radix_sync,
 )
 from kvsim._core.requests cimport id_insert, row_queue, row_release
 from kvsim._core.signals cimport pass_open, signal
@@ -176,6 +176,38 @@ cdef inline void engine_cancel_destination(rank_t* r, int32_t slot) noexcept nog
 
 
 # ---------------------------------------------------------------- passes
+
+cdef inline void engine_land(rank_t* r) noexcept nogil:
+    """Write the rows of requests that coast, between two passes; nobody does any more."""
+    if likely(r.coast.count == 0):
+        return
+    if r.config.engine == RADIX:
+        radix_land(r)
+    else:
+        paged_land(r)
+
+
+cdef inline void engine_sync(rank_t* r) noexcept nogil:
+    """As `engine_land`, for somebody who only looks."""
+    if likely(r.coast.count == 0):
+        return
+    if r.config.engine == RADIX:
+        radix_sync(r)
+    else:
+        paged_land(r)
+
+
+cdef inline bint engine_quiet(const rank_t* r) noexcept nogil:
+    """Whether `engine_stretch` has something to do."""
+    return r.coast.count > 0 and r.config.engine == RADIX and radix_quiet(r)
+
+
+cdef inline int64_t engine_stretch(
+    rank_t* r, double now_ms, double horizon_ms, double* ends, int64_t room
+) noexcept nogil:
+    """Whole passes of a quiet rank that begin before `horizon_ms`, at most `room`: their number, their ends in `ends`."""
+    return radix_stretch(r, now_ms, horizon_ms, ends, room)
+
 
 cdef inline int engine_schedule(rank_t* r, double now_ms) noexcept nogil:
     """A pass up to its duration, `r.p.end_ms`; PASS_FAILED if a callback raised."""

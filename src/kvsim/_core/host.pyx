@@ -1,6 +1,6 @@
 # The host tier of a paged rank (spec/host-offload.md part A); see host.pxd.
 
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from kvsim._core.events cimport event_add, event_open
 from kvsim._core.host cimport (
@@ -17,6 +17,12 @@ from kvsim._core.types cimport (
     prefetch, rank_t, request_t, transfer_block_t, transfer_t, unlikely,
 )
 
+cdef enum:
+    MOST_SORTED = 1024  # entries that are sorted beside their list
+    MOST_IN_BUCKET = 32
+    AHEAD = 8  # places by which the hints of entries lead
+
+cdef uint64_t EMPTY = 0xFFFFFFFFFFFFFFFFULL
 cdef double NOT_TOLD = float("nan")
 
 
@@ -81,17 +87,30 @@ cdef void observe_transfer(rank_t* r, int32_t kind, double at_ms, int32_t row, b
 
 # ---------------------------------------------------------------- entries
 
+# The index holds the lower half of a hash beside its row: that tells nearly all others from it, and is its home, so
+# neither a search nor a deletion looks at the entries it passes.
+
 cdef inline int64_t entry_home(const rank_t* r, uint64_t hash) noexcept nogil:
     return <int64_t>hash & r.mask_host
+
+
+cdef inline uint64_t index_word(uint64_t hash, int32_t row) noexcept nogil:
+    return (hash << 32) | <uint64_t><uint32_t>row
+
+
+cdef inline int32_t row_in(uint64_t word) noexcept nogil:
+    return <int32_t><uint32_t>word
 
 
 cdef int32_t host_find(const rank_t* r, uint64_t hash) noexcept nogil:
     """Row of a block in the host, pending or resident, or NO_SLOT. Changes nothing."""
     cdef int64_t i = entry_home(r, hash)
-    while r.host_index[i] != NO_SLOT:
-        if r.host_entries[r.host_index[i]].hash == hash:
-            return r.host_index[i]
+    cdef uint64_t word = r.host_index[i]
+    while word != EMPTY:
+        if word >> 32 == <uint32_t>hash and r.host_entries[row_in(word)].hash == hash:
+            return row_in(word)
         i = (i + 1) & r.mask_host
+        word = r.host_index[i]
     return NO_SLOT
 
 
@@ -99,18 +118,25 @@ cdef inline void entry_prefetch(const rank_t* r, uint64_t hash) noexcept nogil:
     prefetch(&r.host_index[entry_home(r, hash)])
 
 
+cdef inline void entry_prefetch_row(const rank_t* r, uint64_t hash) noexcept nogil:
+    """Once the index is there, the entry it names at the hash's home."""
+    cdef uint64_t word = r.host_index[entry_home(r, hash)]
+    if word != EMPTY:
+        prefetch(&r.host_entries[row_in(word)])
+
+
 cdef void entry_index(rank_t* r, int32_t row) noexcept nogil:
     cdef int64_t i = entry_home(r, r.host_entries[row].hash)
-    while r.host_index[i] != NO_SLOT:
+    while r.host_index[i] != EMPTY:
         i = (i + 1) & r.mask_host
-    r.host_index[i] = row
+    r.host_index[i] = index_word(r.host_entries[row].hash, row)
 
 
 cdef void host_reindex(rank_t* r) noexcept nogil:
     """Fill the index anew, after it was enlarged or restored."""
     cdef int64_t i
     for i in range(r.mask_host + 1):
-        r.host_index[i] = NO_SLOT
+        r.host_index[i] = EMPTY
     for i in range(r.host.entries_used):
         if r.host_entries[i].pins >= 0:
             entry_index(r, <int32_t>i)
@@ -138,6 +164,7 @@ cdef int32_t entry_open(rank_t* r, uint64_t hash, int32_t transfer) noexcept nog
     e.pins = 0
     e.prev = NO_SLOT
     e.next = NO_SLOT
+    e.ahead = NO_SLOT
     t.num_entries += 1
     t.num_pending += 1
     entry_index(r, row)
@@ -182,48 +209,106 @@ cdef void entry_evict(rank_t* r, int32_t row) noexcept nogil:
     cdef int64_t home
     CHECK(e.pins == 0 and e.transfer == NO_SLOT)
     lru_unlink(r, row)
-    while r.host_index[i] != row:
+    while r.host_index[i] != index_word(e.hash, row):
         i = (i + 1) & mask
     j = i
     while True:
         j = (j + 1) & mask
-        if r.host_index[j] == NO_SLOT:
+        if r.host_index[j] == EMPTY:
             break
-        home = entry_home(r, r.host_entries[r.host_index[j]].hash)
+        home = <int64_t>(r.host_index[j] >> 32) & mask
         if ((j - home) & mask) >= ((j - i) & mask):
             r.host_index[i] = r.host_index[j]
             i = j
-    r.host_index[i] = NO_SLOT
+    r.host_index[i] = EMPTY
     e.hash = 0
     e.epoch = 0
     e.cohort = 0
     e.pins = -1
+    e.ahead = NO_SLOT
     e.next = r.host.free_entry
     r.host.free_entry = row
     r.host.num_entries -= 1
 
 
-cdef void touch_prompt(rank_t* r, int32_t slot) noexcept nogil:
-    """All prompt blocks of a request that are in the host become recent, the first one most."""
+cdef void lru_move_back(rank_t* r, int32_t first, int32_t last) noexcept nogil:
+    """Move neighbours of the list, in their order, to its end."""
+    cdef host_entry_t* e = r.host_entries
+    cdef host_t* t = r.host
+    cdef int32_t before = e[first].prev
+    cdef int32_t after = e[last].next
+    if after == NO_SLOT:
+        return
+    e[after].prev = before
+    if before == NO_SLOT:
+        t.lru_head = after
+    else:
+        e[before].next = after
+    e[first].prev = t.lru_tail
+    e[t.lru_tail].next = first
+    e[last].next = NO_SLOT
+    t.lru_tail = last
+
+
+cdef void touch_prompt(rank_t* r, int32_t slot, int64_t upto, int64_t own_first, int64_t own_end) noexcept nogil:
+    """All prompt blocks of a request that are in the host become recent, the first one most.
+
+    None from block `upto` on is there, and those from `own_first` to `own_end` are pending. Blocks of a prompt that
+    were touched together mostly are neighbours in the list still, in the order of the walk: those are found without
+    the index, and moved as one.
+    """
     cdef const uint64_t* hashes = r.contents[slot].hashes
+    cdef offload_t* o = &r.offloads[slot]
     cdef host_entry_t* e
+    cdef int32_t recent[AHEAD]
+    cdef int32_t first = NO_SLOT  # neighbours that are to move
+    cdef int32_t last = NO_SLOT
     cdef int32_t row
-    cdef int64_t i = prompt_blocks(r, slot) - 1
+    cdef int64_t count = 0
+    cdef int64_t absent_from = own_end
+    cdef int64_t i = upto - 1
+    cdef int64_t epoch = r.host.epoch
     while i >= 0:
+        if own_first <= i < own_end:
+            i = own_first - 1
+            continue
+        row = NO_SLOT if last == NO_SLOT else r.host_entries[last].next
+        if row != NO_SLOT and r.host_entries[row].hash == hashes[i]:
+            # In the list: neither pending nor read.
+            epoch += 1
+            r.host_entries[row].epoch = epoch
+            last = row
+            i -= 1
+            continue
+        if i >= 16:
+            entry_prefetch(r, hashes[i - 16])
         if i >= 8:
-            entry_prefetch(r, hashes[i - 8])
+            entry_prefetch_row(r, hashes[i - 8])
         row = host_find(r, hashes[i])
         if row != NO_SLOT:
+            absent_from = i + 1 if i >= absent_from else absent_from
             e = &r.host_entries[row]
             if e.transfer == NO_SLOT and e.pins == 0:
-                r.host.epoch += 1
-                e.epoch = r.host.epoch
-                lru_unlink(r, row)
-                lru_append(r, row)
+                epoch += 1
+                e.epoch = epoch
+                if count >= AHEAD:
+                    r.host_entries[recent[count % AHEAD]].ahead = row
+                recent[count % AHEAD] = row
+                count += 1
+                if first != NO_SLOT:
+                    lru_move_back(r, first, last)
+                first = row
+                last = row
         i -= 1
+    if first != NO_SLOT:
+        lru_move_back(r, first, last)
+    r.host.epoch = epoch
+    o.looked = r.host.next_transfer
+    o.absent_from = <int32_t>absent_from
 
 
-# Cohorts are chained through `next` and sorted there: no memory beside the entries.
+# Cohorts are chained through `next`. Short ones are sorted in an array by the upper bits of their hashes, which nearly
+# sorts them; long ones, and those whose hashes are alike, where they are.
 
 cdef int32_t merge_chains(rank_t* r, int32_t a, int32_t b) noexcept nogil:
     cdef host_entry_t* e = r.host_entries
@@ -247,12 +332,71 @@ cdef int32_t merge_chains(rank_t* r, int32_t a, int32_t b) noexcept nogil:
     return head
 
 
+cdef bint sort_beside(rank_t* r, int32_t* head) noexcept nogil:
+    """Sort a chain of entries by hash; false if it is too long or its hashes are too much alike."""
+    cdef uint64_t hashes[MOST_SORTED]
+    cdef int32_t rows[MOST_SORTED]
+    cdef uint64_t placed[MOST_SORTED]
+    cdef int32_t at[MOST_SORTED]
+    cdef int32_t starts[MOST_SORTED + 1]
+    cdef int32_t row = head[0]
+    cdef int64_t n = 0
+    cdef int64_t buckets = 2
+    cdef int shift = 63
+    cdef int64_t i
+    cdef int64_t k
+    cdef uint64_t hash
+    while row != NO_SLOT:
+        if n == MOST_SORTED:
+            return False
+        hashes[n] = r.host_entries[row].hash
+        rows[n] = row
+        n += 1
+        row = r.host_entries[row].next
+    if n < 2:
+        return True
+    while buckets < n:
+        buckets *= 2
+        shift -= 1
+    for k in range(buckets + 1):
+        starts[k] = 0
+    for i in range(n):
+        starts[(hashes[i] >> shift) + 1] += 1
+    for k in range(1, buckets + 1):
+        if starts[k] > MOST_IN_BUCKET:
+            return False
+        starts[k] += starts[k - 1]
+    for i in range(n):
+        k = <int64_t>(hashes[i] >> shift)
+        placed[starts[k]] = hashes[i]
+        at[starts[k]] = rows[i]
+        starts[k] += 1
+    for i in range(1, n):
+        hash = placed[i]
+        row = at[i]
+        k = i
+        while k > 0 and placed[k - 1] > hash:
+            placed[k] = placed[k - 1]
+            at[k] = at[k - 1]
+            k -= 1
+        placed[k] = hash
+        at[k] = row
+    head[0] = at[0]
+    for i in range(n - 1):
+        r.host_entries[at[i]].next = at[i + 1]
+        r.host_entries[at[i]].ahead = at[i + AHEAD] if i + AHEAD < n else NO_SLOT
+    r.host_entries[at[n - 1]].next = NO_SLOT
+    return True
+
+
 cdef int32_t sort_chain(rank_t* r, int32_t head) noexcept nogil:
     """Sort a chain of entries by hash; chain k of `parts` is empty or holds 2**k of them."""
     cdef int32_t parts[32]
     cdef int32_t chain
     cdef int32_t after
     cdef int k
+    if sort_beside(r, &head):
+        return head
     for k in range(32):
         parts[k] = NO_SLOT
     while head != NO_SLOT:
@@ -394,10 +538,12 @@ cdef void store_request(rank_t* r, int32_t slot, double now_ms) noexcept nogil:
     cdef int64_t missing = 0
     cdef int64_t held_back = 0
     cdef int64_t victims
+    cdef int64_t looked_end
     cdef int64_t i
     cdef int32_t row
     cdef int32_t entry
     cdef int32_t after
+    cdef bint all_missing
     cdef bint opened = False
     cdef bint fits
     if end > whole:
@@ -409,8 +555,10 @@ cdef void store_request(rank_t* r, int32_t slot, double now_ms) noexcept nogil:
         return
     h.cohort += fits
     for i in range(first, end):
+        if i + 16 < end:
+            entry_prefetch(r, hashes[i + 16])
         if i + 8 < end:
-            entry_prefetch(r, hashes[i + 8])
+            entry_prefetch_row(r, hashes[i + 8])
         entry = host_find(r, hashes[i])
         if entry == NO_SLOT:
             # A copy whose slot is still read for its former content may not be read again.
@@ -437,6 +585,10 @@ cdef void store_request(rank_t* r, int32_t slot, double now_ms) noexcept nogil:
     entry = h.lru_head
     while victims > 0:
         after = r.host_entries[entry].next
+        if r.host_entries[entry].ahead != NO_SLOT:
+            prefetch(&r.host_entries[r.host_entries[entry].ahead])
+        if after != NO_SLOT:
+            entry_prefetch(r, r.host_entries[after].hash)
         if r.host_entries[entry].cohort != r.host.cohort:
             if r.config.emit_events:
                 if not opened:
@@ -450,11 +602,14 @@ cdef void store_request(rank_t* r, int32_t slot, double now_ms) noexcept nogil:
             entry_evict(r, entry)
             victims -= 1
         entry = after
+    # Only stores bring blocks: without one in between, what was absent is.
+    looked_end = whole if o.looked != h.next_transfer else o.absent_from
+    all_missing = missing == end - first
     row = transfer_open(r, slot, STORE, missing)
     content = &r.contents[slot]
     missing = r.transfers[row].first
     for i in range(first, end):
-        if host_find(r, hashes[i]) != NO_SLOT:
+        if not all_missing and host_find(r, hashes[i]) != NO_SLOT:
             continue
         entry = entry_open(r, hashes[i], row)
         block = &r.transfer_blocks[missing]
@@ -473,7 +628,12 @@ cdef void store_request(rank_t* r, int32_t slot, double now_ms) noexcept nogil:
     stored_up_to(r, slot, end)
     observe_transfer(r, STORE_PREPARED, now_ms, row, False)
     observe_transfer(r, STORE_BLOCK_MAPPINGS, now_ms, row, False)
-    touch_prompt(r, slot)
+    if looked_end < end:
+        looked_end = end
+    if all_missing:
+        touch_prompt(r, slot, looked_end, first, end)
+    else:
+        touch_prompt(r, slot, looked_end, 0, 0)
 
 
 cdef void stored_up_to(rank_t* r, int32_t slot, int64_t end) noexcept nogil:
@@ -489,7 +649,8 @@ cdef void host_observe(rank_t* r) noexcept nogil:
     """After scheduling: prepare stores for the requests of this pass, in running order."""
     cdef const request_t* q
     cdef int64_t i
-    for i in range(r.header.num_running):
+    # Who coasts has nothing left to store.
+    for i in range(r.coast.count, r.header.num_running):
         q = &r.requests[r.running[i]]
         if unlikely(q.host & UNSTORED) and q.stamp == r.header.passes:
             store_request(r, r.running[i], r.p.start_ms)
@@ -518,7 +679,7 @@ cdef int host_lookup(rank_t* r, int32_t slot, int64_t base, int64_t* count) noex
         if r.host_entries[row].transfer != NO_SLOT or r.host_entries[row].pins > 0:
             deferred = True
         count[0] += 1
-    touch_prompt(r, slot)
+    touch_prompt(r, slot, whole, 0, 0)
     if count[0] == 0:
         return LOOKUP_MISS
     return LOOKUP_DEFERRED if deferred else LOOKUP_HIT
@@ -530,7 +691,8 @@ cdef int64_t host_headroom(const rank_t* r) noexcept nogil:
     cdef int64_t total = 0
     cdef int64_t i
     cdef int32_t slot
-    for i in range(r.header.num_running):
+    # Who coasts owns what it needs.
+    for i in range(r.coast.count, r.header.num_running):
         q = &r.requests[r.running[i]]
         total += blocks_of(r, q.length) - q.n_blocks
     slot = r.host.connector_head
@@ -617,6 +779,8 @@ cdef void unpin(rank_t* r, const transfer_t* t) noexcept nogil:
     cdef int32_t chain = NO_SLOT
     cdef int64_t i
     for i in range(t.first, t.first + t.count):
+        if i + 8 < t.first + t.count:
+            prefetch(&r.host_entries[r.transfer_blocks[i + 8].entry])
         e = &r.host_entries[r.transfer_blocks[i].entry]
         CHECK(e.pins > 0)
         e.pins -= 1
@@ -674,6 +838,8 @@ cdef bint tick(rank_t* r, double now_ms) noexcept nogil:
             list_remove(r, &h.store_head, &h.store_tail, row)
             chain = NO_SLOT
             for i in range(t.first, t.first + t.count):
+                if i + 8 < t.first + t.count:
+                    prefetch(&r.host_entries[r.transfer_blocks[i + 8].entry])
                 r.host_entries[r.transfer_blocks[i].entry].transfer = NO_SLOT
                 r.host_entries[r.transfer_blocks[i].entry].next = chain
                 chain = r.transfer_blocks[i].entry
@@ -781,6 +947,8 @@ cdef void host_open(rank_t* r, int32_t slot) noexcept nogil:
     o.latest_store = NO_SLOT
     o.load = NO_SLOT
     o.device_blocks = -1
+    o.looked = -1
+    o.absent_from = 0
     stored_up_to(r, slot, 0)
 
 

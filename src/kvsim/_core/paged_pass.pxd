@@ -8,6 +8,7 @@ cdef int32_t paged_open(
     rank_t* r, uint64_t id_hi, uint64_t id_lo, int64_t num_input, int64_t max_output, const content_t* content
 ) noexcept nogil
 cdef void paged_cancel(rank_t* r, int32_t slot) noexcept nogil
+cdef void paged_land(rank_t* r) noexcept nogil
 cdef int paged_schedule(rank_t* r, double now_ms) noexcept nogil
 cdef void paged_emit(rank_t* r) noexcept nogil
 cdef void paged_settle(rank_t* r) noexcept nogil

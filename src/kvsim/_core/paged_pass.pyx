@@ -8,6 +8,9 @@
 from libc.math cimport INFINITY
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
+from kvsim._core.coast cimport (
+    MOST_TICKS, NEVER, coast_clear, coast_count_out, coast_delete, coast_due, coast_join, coast_set_due, coast_step,
+)
 from kvsim._core.handoff cimport materialised_leave, source_hold
 from kvsim._core.host cimport (
     LOOKUP_DEFERRED, host_admitted, host_begin, host_candidate, host_drop, host_fence, host_headroom, host_load,
@@ -30,9 +33,9 @@ from kvsim._core.tiers cimport (
 )
 from kvsim._core.timing cimport timing_decode, timing_prefill
 from kvsim._core.types cimport (
-    ASK_VICTIM, BUDGET_TOO_SMALL, BY_SCORE, COMPLETED, CONNECTOR, CROWDED, DECODE, DEPENDENT, MATERIALISED, MODEL_LENGTH,
-    NEWEST, NOT_ADMITTED, NO_REASON, NO_SLOT, OUTGREW_POOL, OUTGROWN, PARKED, PASS_FAILED, PASS_OK, POOL_TOO_SMALL,
-    PREEMPTED, PREFILL, REJECTED, RUNNING, SCORED, SIGNALLED, TO_COMPLETION, WAITING, admission_t, config_t,
+    ASK_VICTIM, BUDGET_TOO_SMALL, BY_SCORE, COMPLETED, CONNECTOR, CHECK, CROWDED, DECODE, DEPENDENT, MATERIALISED,
+    MODEL_LENGTH, NEWEST, NOT_ADMITTED, NO_REASON, NO_SLOT, OUTGREW_POOL, OUTGROWN, PARKED, PASS_FAILED, PASS_OK, POOL_TOO_SMALL,
+    PREEMPTED, PREFILL, REJECTED, RUNNING, SCORED, SIGNALLED, TO_COMPLETION, UNSTORED, WAITING, admission_t, coast_t, config_t,
     content_t, header_t, likely, pass_t, prefetch, pressure_t, rank_t, request_t, unlikely,
 )
 
@@ -116,6 +119,7 @@ cdef void paged_cancel(rank_t* r, int32_t slot) noexcept nogil:
     cdef request_t* q = &r.requests[slot]
     r.header.effect_free = 0
     if q.status == RUNNING:
+        paged_land(r)
         lease_close(r, slot)
         running_leave(r, slot)
         running_delete(r, running_index(r, slot))
@@ -207,7 +211,7 @@ cdef inline int64_t pick_victim(rank_t* r, int32_t slot) noexcept nogil:
     cdef int32_t victim
     if not r.config.may_preempt or r.header.num_running == 0:
         return -1
-    if unlikely(r.config.offload):
+    if unlikely(r.config.tiers):
         return pick_independent(r, slot)
     if r.config.victim == NEWEST:
         return r.header.num_running - 1
@@ -305,6 +309,169 @@ cdef void preempt_for_sample(rank_t* r, int64_t index) noexcept nogil:
         q.flags |= CROWDED
 
 
+# ---------------------------------------------------------------- coasting: see coast.pxd
+
+cdef inline bint coasts(const config_t* c) noexcept nogil:
+    """Whether decodes of this engine are ever plain.
+
+    Not with drafts, nor where samples take their blocks as they are emitted, nor for a policy that looks at all rows
+    when it picks a victim; nor with KVBM tiers, which let requests wait while they run.
+    """
+    return (c.nextn == 0 and not c.eager_samples and c.victim != ASK_VICTIM and not c.ask_admission and not c.ask_order
+            and not c.tiers)
+
+
+cdef inline int64_t settle_row(rank_t* r, int32_t slot) noexcept nogil:
+    """Write the row of a coasting request as it stands before the pass of `tick`; returns its length."""
+    cdef request_t* q = &r.requests[slot]
+    cdef int32_t gone = r.coast.tick - r.since[slot]
+    if gone == 0:
+        return q.length
+    q.length += gone
+    q.generated += gone
+    q.computed = q.length - 1
+    if q.allocated < q.computed:
+        q.allocated = q.computed
+    q.stamp = r.header.passes - 1
+    q.sched_total = 1
+    q.sched_prompt = 0
+    if not r.config.caching:
+        # Nothing is sealed, so nobody is due when a block is full.
+        q.next_seal = <int32_t>((q.computed // r.config.block_size + 1) * r.config.block_size)
+    r.since[slot] = r.coast.tick
+    return q.length
+
+
+cdef inline void step_row(rank_t* r, int32_t slot) noexcept nogil:
+    """Write a settled row as it stands after this pass scheduled it."""
+    cdef request_t* q = &r.requests[slot]
+    q.computed = q.length
+    if q.allocated < q.length:
+        q.allocated = q.length
+    q.stamp = r.header.passes
+    q.sched_total = 1
+    q.sched_prompt = 0
+    if not r.config.caching:
+        q.next_seal = <int32_t>((q.computed // r.config.block_size + 1) * r.config.block_size)
+
+
+cdef inline int32_t due_tick(const rank_t* r, const request_t* q) noexcept nogil:
+    """When a settled row needs something: a block, a full one made findable, or its last token."""
+    cdef int64_t ahead = q.limit - 1 - q.length
+    if ahead > q.capacity + 1 - q.length:
+        ahead = q.capacity + 1 - q.length
+    if r.config.caching and ahead > q.next_seal - q.length:
+        ahead = q.next_seal - q.length
+    # Far ones are looked at again before ticks overflow.
+    return r.coast.tick + <int32_t>(ahead if ahead < MOST_TICKS else MOST_TICKS)
+
+
+cdef void paged_land(rank_t* r) noexcept nogil:
+    """Between two passes: write the rows of all who coast; nobody does any more."""
+    cdef int64_t i
+    for i in range(r.coast.count):
+        settle_row(r, r.running[i])
+    coast_clear(r)
+
+
+cdef void land_scheduled(rank_t* r) noexcept nogil:
+    """As `paged_land`, inside a pass that has scheduled and counted all who coast."""
+    cdef int64_t i
+    for i in range(r.coast.count):
+        settle_row(r, r.running[i])
+        step_row(r, r.running[i])
+    coast_clear(r)
+    r.p.coasting = 0
+    r.p.num_ending = 0
+
+
+cdef int64_t land_at(rank_t* r, int64_t index) noexcept nogil:
+    """As `paged_land`, inside a pass that has come to entry `index` and finds no block for it: those before are scheduled."""
+    cdef pass_t* p = &r.p
+    cdef int64_t i
+    for i in range(r.coast.count):
+        settle_row(r, r.running[i])
+    p.decode.count = 0
+    p.decode.sum = 0
+    p.decode.squares = 0
+    for i in range(index):
+        step_row(r, r.running[i])
+        moments_add(&p.decode, r.requests[r.running[i]].length)
+    p.budget = r.config.budget - index
+    p.scheduled = index
+    p.num_ending = 0
+    coast_clear(r)
+    return index
+
+
+cdef int64_t coast_schedule(rank_t* r) noexcept nogil:
+    """Schedule all who coast; returns the entry of `running` at which the ordinary scan goes on."""
+    cdef pass_t* p = &r.p
+    cdef coast_t* c = &r.coast
+    cdef request_t* q
+    cdef int64_t found
+    cdef int64_t length
+    cdef int64_t owned
+    cdef int64_t k
+    cdef int64_t i
+    cdef int32_t slot
+    if c.count > p.budget or c.tick >= MOST_TICKS:
+        paged_land(r)
+        return 0
+    if c.tick >= c.next_due:
+        found = coast_due(r)
+        for k in range(found):
+            prefetch(&r.requests[r.running[r.hits[k]]])
+        for k in range(found):
+            i = r.hits[k]
+            slot = r.running[i]
+            length = settle_row(r, slot)
+            q = &r.requests[slot]
+            if length > q.capacity:
+                owned = q.n_blocks
+                if not lease_grow(r, slot, length, 0):
+                    return land_at(r, i)
+                if unlikely(r.config.host):
+                    host_fence(r, slot, owned)
+                q = &r.requests[slot]
+            if length >= q.next_seal:
+                lease_seal(r, slot, length - 1, length)
+                q = &r.requests[slot]
+            if length + 1 < q.limit:
+                coast_set_due(r, i, due_tick(r, q))
+                continue
+            step_row(r, slot)
+            r.due[i] = NEVER
+            r.hits[p.num_ending] = <int32_t>i
+            p.num_ending += 1
+            coast_count_out(r, length)
+            moments_add(&p.decode, length)
+    p.coasting = c.count - p.num_ending
+    p.decode.count += p.coasting
+    p.decode.sum += c.sum
+    p.decode.squares += c.squares
+    p.budget -= c.count
+    p.scheduled += c.count
+    return c.count
+
+
+cdef void coast_gather(rank_t* r) noexcept nogil:
+    """After the tokens of a pass: requests that emitted, and behind which nobody stands who does not coast, do from now on."""
+    cdef request_t* q
+    cdef int32_t slot
+    cdef int32_t k = 0
+    while r.coast.count < r.header.num_running:
+        slot = r.running[r.coast.count]
+        q = &r.requests[slot]
+        while k < r.p.num_ready and r.ready[k] != slot:
+            k += 1
+        # Its first two tokens are looked at one by one.
+        if k == r.p.num_ready or q.generated < 2 or unlikely(q.host & UNSTORED):
+            return
+        CHECK(q.computed == q.length - 1 and q.length < q.limit and q.sched_drafts == 0)
+        coast_join(r, q.length, due_tick(r, q))
+
+
 # ---------------------------------------------------------------- scheduling one request
 
 cdef inline void recompute(const rank_t* r, int32_t slot, int64_t* cached, int64_t* active) noexcept nogil:
@@ -364,6 +531,8 @@ cdef int schedule(rank_t* r, int32_t slot, bint from_waiting, int64_t cached_blo
             if index < 0:
                 after = before
                 break
+            if index < r.coast.count:
+                land_scheduled(r)
             himself = r.running[index] == slot
             preempt(r, index)
             p.preempted_any = 1
@@ -426,6 +595,9 @@ cdef int schedule_running(rank_t* r) noexcept nogil:
     cdef int32_t slot
     cdef int result
     cdef bint plain = r.config.nextn == 0
+    if r.coast.count > 0:
+        index = coast_schedule(r)
+        h = r.header
     while index < h.num_running and p.budget > 0:
         slot = r.running[index]
         q = &r.requests[slot]
@@ -658,8 +830,10 @@ cdef void collect_ready(rank_t* r) noexcept nogil:
     cdef int64_t i
     cdef int32_t slot
     cdef bint ended = False
-    p.num_ready = 0
-    for i in range(h.num_running):
+    p.num_ready = p.num_ending
+    for i in range(p.num_ending):
+        r.ready[i] = r.running[r.hits[i]]
+    for i in range(r.coast.count, h.num_running):
         slot = r.running[i]
         q = &r.requests[slot]
         if q.computed != q.length:
@@ -718,8 +892,8 @@ cdef int predict_decode(rank_t* r) noexcept nogil:
     cdef const config_t* c = r.config
     cdef pass_t* p = &r.p
     cdef const request_t* q
-    cdef int64_t count = 0
-    cdef int64_t tokens = 0
+    cdef int64_t count = p.coasting
+    cdef int64_t tokens = r.coast.sum
     cdef int64_t i
     if c.worker == PREFILL:
         return PASS_OK
@@ -776,7 +950,7 @@ cdef int paged_schedule(rank_t* r, double now_ms) noexcept nogil:
     collect_ready(r)
     if r.config.nextn > 0 and reserve_bursts(r) != PASS_OK:
         return PASS_FAILED
-    if p.num_ready > 0 and predict_decode(r) < 0:
+    if p.num_ready + p.coasting > 0 and predict_decode(r) < 0:
         return PASS_FAILED
     if unlikely(p.not_before_ms > now_ms):
         if r.config.tiers:
@@ -900,17 +1074,23 @@ cdef void paged_emit(rank_t* r) noexcept nogil:
         emit_plain(r)
     for i in range(p.num_ready):
         p.visible_requests += r.burst[i] > 0
+    p.visible += p.coasting
+    p.visible_requests += p.coasting
     rejected_last(r, r.num_rejected)
+    coast_delete(r, r.hits, p.num_ending)
     sweep(r)
+    coast_step(r)
+    if r.coast.wanted and coasts(r.config):
+        coast_gather(r)
 
 
 cdef void sweep(rank_t* r) noexcept nogil:
-    """Close the gaps that finished requests left in `running`."""
+    """Close the gaps that finished requests left in `running` behind those that coast."""
     cdef int64_t i
-    cdef int64_t kept = 0
+    cdef int64_t kept = r.coast.count
     if r.p.completed == r.num_rejected:
         return
-    for i in range(r.header.num_running):
+    for i in range(r.coast.count, r.header.num_running):
         if r.requests[r.running[i]].status == RUNNING:
             r.running[kept] = r.running[i]
             kept += 1

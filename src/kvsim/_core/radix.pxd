@@ -19,7 +19,9 @@ cdef struct cursor_t:  # a place in the content of a request
 
 cdef int64_t radix_match(rank_t* r, cursor_t at, int64_t limit, int32_t* node) noexcept nogil
 cdef int64_t radix_match_length(const rank_t* r, cursor_t at, int64_t limit) noexcept nogil
-cdef int32_t radix_insert(rank_t* r, int32_t start, cursor_t at, int64_t pages, int64_t* found) noexcept nogil
+cdef int32_t radix_insert(
+    rank_t* r, int32_t start, cursor_t at, int64_t pages, const run_t* end, int64_t* found
+) noexcept nogil
 cdef void radix_lock(rank_t* r, int32_t node) noexcept nogil
 cdef void radix_unlock(rank_t* r, int32_t node) noexcept nogil
 cdef int64_t radix_evict(rank_t* r, int64_t pages) noexcept nogil

@@ -366,8 +366,9 @@ cdef inline void add_pages(rank_t* r, int32_t n, int64_t pages) noexcept nogil:
         r.radix.evictable += pages
 
 
-cdef int32_t new_child(rank_t* r, int32_t parent, cursor_t at, int64_t pages) noexcept nogil:
-    cdef int32_t n = node_new(r, runs_for(at, pages))
+cdef int32_t new_child(rank_t* r, int32_t parent, cursor_t at, int64_t pages, const run_t* end) noexcept nogil:
+    # Room for all that its request may come to: an edge that grows would have to move.
+    cdef int32_t n = node_new(r, end - at.run)
     edge_append(r, n, at, pages)
     r.radix.clock += 1
     r.nodes[n].last_access = r.radix.clock
@@ -381,8 +382,10 @@ cdef int32_t new_child(rank_t* r, int32_t parent, cursor_t at, int64_t pages) no
     return n
 
 
-cdef int32_t radix_insert(rank_t* r, int32_t start, cursor_t at, int64_t pages, int64_t* found) noexcept nogil:
-    """Have `pages` pages of content below node `start`; returns the node they end at.
+cdef int32_t radix_insert(
+    rank_t* r, int32_t start, cursor_t at, int64_t pages, const run_t* end, int64_t* found
+) noexcept nogil:
+    """Have `pages` pages of content, whose last run is before `end`, below node `start`; returns the node they end at.
 
     `found` counts those that were there already: the copies of them that the
     caller owns are duplicates.
@@ -408,7 +411,7 @@ cdef int32_t radix_insert(rank_t* r, int32_t start, cursor_t at, int64_t pages, 
             return current
         child = child_find(r, current, at.run.key)
         if child == NO_NODE:
-            return new_child(r, current, at, left)
+            return new_child(r, current, at, left, end)
         k = common_pages(r, child, at, left)
         touch(r, child, tick)
         left -= k
@@ -417,7 +420,7 @@ cdef int32_t radix_insert(rank_t* r, int32_t start, cursor_t at, int64_t pages, 
             current = split(r, child, k)
             if left > 0:
                 cursor_advance(&at, k)
-                return new_child(r, current, at, left)
+                return new_child(r, current, at, left, end)
             return current
         current = child
         if left > 0:
@@ -458,6 +461,10 @@ cdef void drop_tail(rank_t* r, int32_t n, int64_t pages) noexcept nogil:
     cdef node_t* node = &r.nodes[n]
     cdef run_t* run
     node.pages -= pages
+    if node.pages + pages == node.num_runs:
+        # One page a run: the runs need not be read.
+        node.num_runs -= <int32_t>pages
+        return
     while pages > 0:
         run = &r.runs[node.keys + node.num_runs - 1]
         if run.pages > pages:

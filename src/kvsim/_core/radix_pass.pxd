@@ -12,6 +12,10 @@ cdef void radix_cancel(rank_t* r, int32_t slot) noexcept nogil
 cdef int radix_schedule(rank_t* r, double now_ms) noexcept nogil
 cdef void radix_emit(rank_t* r) noexcept nogil
 cdef void radix_settle(rank_t* r) noexcept nogil
+cdef bint radix_quiet(const rank_t* r) noexcept nogil
+cdef int64_t radix_stretch(rank_t* r, double now_ms, double horizon_ms, double* ends, int64_t room) noexcept nogil
+cdef void radix_sync(rank_t* r) noexcept nogil
+cdef void radix_land(rank_t* r) noexcept nogil
 cdef int radix_stuck(const rank_t* r, int32_t* slot, int64_t* needed) noexcept nogil
 
 cdef int64_t radix_reserve(rank_t* r, int32_t slot) noexcept nogil

@@ -4,13 +4,21 @@
 # was admitted, retracts and times a decode step; `radix_emit` gives tokens and
 # ends requests; `radix_settle` does the bookkeeping of the new-token ratio and
 # of the buffered events.
+#
+# Decodes coast (coast.pxd) in decode passes; prefill passes leave them alone. A
+# page has no id, so how many of them open one in a pass is all that matters: it
+# stands in a wheel with an entry for each token of a page, and only last tokens
+# are due. Rows can be written at any time without an end to the coasting.
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.string cimport memset
 
+from kvsim._core.coast cimport (
+    MOST_TICKS, coast_clear, coast_count_out, coast_delete, coast_due, coast_join, coast_step,
+)
 from kvsim._core.events cimport event_add, event_open
 from kvsim._core.handoff cimport materialised_leave, prebuilt_push, prebuilt_remove, source_hold
-from kvsim._core.metrics cimport moments_add
+from kvsim._core.metrics cimport moments_add, welford_add
 from kvsim._core.radix cimport (
     cursor_advance, cursor_t, radix_evict, radix_insert, radix_lock, radix_match, radix_match_length, radix_unlock,
 )
@@ -22,9 +30,9 @@ from kvsim._core.rng cimport rng_accept
 from kvsim._core.signals cimport count_pass, emit_token, pass_open, pressure, rejected_last, signal
 from kvsim._core.timing cimport timing_decode, timing_prefill
 from kvsim._core.types cimport (
-    ASK_VICTIM, BUDGET_TOO_SMALL, COMPLETED, DECODE, HAS_PARENT, MATERIALISED, MODEL_LENGTH, NOT_ADMITTED, NO_REASON, NO_SLOT,
+    ASK_VICTIM, BUDGET_TOO_SMALL, CALLABLE, COMPLETED, DECODE, HAS_PARENT, HAS_TOKEN, MATERIALISED, MODEL_LENGTH, NOT_ADMITTED, NO_REASON, NO_SLOT,
     OUTGREW_POOL, PASS_FAILED, PASS_OK, POOL_TOO_SMALL, PREEMPTED, PREFILL, REJECTED, RETRY_COUNTDOWN, RETRY_RATIO,
-    ROOT, RUNNING, STORED, WAITING, admission_t, config_t, content_t, event_t, header_t, lease_t, pass_t,
+    ROOT, RUNNING, STORED, WAITING, admission_t, coast_t, config_t, content_t, event_t, header_t, lease_t, pass_t,
     pressure_t, radix_t, rank_t, request_t,
 )
 
@@ -140,7 +148,8 @@ cdef int32_t put_in_tree(rank_t* r, int32_t slot, int64_t pages) noexcept nogil:
     cdef int32_t node
     at.run = r.contents[slot].runs + l.run
     at.offset = l.run_offset
-    node = radix_insert(r, l.node, at, pages - first, &found)
+    node = radix_insert(
+        r, l.node, at, pages - first, r.contents[slot].runs + r.contents[slot].num_runs, &found)
     if r.config.emit_events and found < pages - first:
         tell_stored(r, slot, first + found, pages)
     r.radix.available += found
@@ -199,6 +208,86 @@ cdef bint lease_release(rank_t* r, int32_t slot) noexcept nogil:
     return improved
 
 
+# ---------------------------------------------------------------- coasting: see coast.pxd
+
+cdef inline void coast_write(rank_t* r, int32_t slot) noexcept nogil:
+    """Bring the row of a coasting request up to the tick. Sums over the rank are there already."""
+    cdef request_t* q = &r.requests[slot]
+    cdef int32_t more = r.coast.tick - r.since[slot]
+    if more == 0:
+        return
+    r.since[slot] = r.coast.tick
+    q.length += more
+    q.generated += more
+    q.computed += more
+    if q.computed > q.allocated:
+        q.n_blocks = <int32_t>pages_of(r, q.computed)
+        q.allocated = <int32_t>(q.n_blocks * r.config.block_size)
+        r.leases[slot].pages = q.n_blocks
+
+
+cdef inline int32_t* coast_wheel(const rank_t* r, const request_t* q) noexcept nogil:
+    """Entry of the wheel that counts a request whose row is up to date."""
+    cdef int64_t at = r.coast.wheel_at + q.allocated - q.length
+    return &r.wheel[at if at < r.config.block_size else at - r.config.block_size]
+
+
+cdef inline int64_t coast_growth(const rank_t* r) noexcept nogil:
+    """Pages that coasting requests open in their next step."""
+    return r.wheel[r.coast.wheel_at] if r.coast.count > 0 else 0
+
+
+cdef void radix_sync(rank_t* r) noexcept nogil:
+    """Write the rows of coasting requests, as if every pass had gone through them."""
+    cdef int64_t i
+    for i in range(r.coast.count):
+        coast_write(r, r.running[i])
+
+
+cdef void radix_land(rank_t* r) noexcept nogil:
+    """Nobody coasts any more."""
+    cdef int64_t i
+    radix_sync(r)
+    for i in range(r.coast.count):
+        coast_wheel(r, &r.requests[r.running[i]])[0] -= 1
+    coast_clear(r)
+
+
+cdef void coast_gather(rank_t* r) noexcept nogil:
+    """After a decode pass: those that emitted in it, up to the first that is not an ordinary one, coast from now on."""
+    cdef const request_t* q
+    while r.coast.count < r.header.num_running:
+        q = &r.requests[r.running[r.coast.count]]
+        # Its first two tokens are told by the passes that give them.
+        if (q.generated < 2 or q.computed != q.length or q.allocated - q.length >= r.config.block_size
+                or q.limit - q.length >= MOST_TICKS):
+            return
+        coast_wheel(r, q)[0] += 1
+        coast_join(r, q.length, r.coast.tick + q.limit - 1 - q.length)
+
+
+cdef void coast_emit(rank_t* r) noexcept nogil:
+    """A token for each coasting request. Those that end with it go to the end of `ready`, behind `num_ready`."""
+    cdef coast_t* c = &r.coast
+    cdef pass_t* p = &r.p
+    cdef int64_t k
+    cdef int32_t slot
+    if c.tick >= c.next_due:
+        p.num_ending = <int32_t>coast_due(r)
+    p.visible += c.count
+    p.visible_requests += c.count
+    coast_step(r)
+    c.wheel_at = c.wheel_at + 1 if c.wheel_at + 1 < r.config.block_size else 0
+    for k in range(p.num_ending):
+        slot = r.running[r.hits[k]]
+        coast_write(r, slot)
+        coast_wheel(r, &r.requests[slot])[0] -= 1
+        coast_count_out(r, r.requests[slot].length)
+        signal(r, slot, HAS_TOKEN | COMPLETED, NO_REASON, 0)
+        r.ready[p.num_ready + k] = slot
+        r.burst[p.num_ready + k] = 1
+
+
 # ---------------------------------------------------------------- entering and leaving
 
 cdef int32_t radix_open(
@@ -227,6 +316,8 @@ cdef void radix_cancel(rank_t* r, int32_t slot) noexcept nogil:
     """Drop a live request wherever it is."""
     cdef request_t* q = &r.requests[slot]
     cdef bint prebuilt = q.flags & MATERIALISED != 0
+    if q.status == RUNNING:
+        radix_land(r)
     r.radix.late_requests -= r.leases[slot].late
     if prebuilt:
         prebuilt_remove(r, slot)
@@ -403,7 +494,13 @@ cdef void running_reserve(const rank_t* r, double* tokens) noexcept nogil:
     cdef int64_t left
     cdef const request_t* q
     tokens[0] = 0.0
-    for i in range(r.header.num_running):
+    # One after the other in running order: a sum of reals.
+    for i in range(r.coast.count):
+        left = r.due[i] + 1 - r.coast.tick
+        if left > r.config.clip:
+            left = r.config.clip
+        tokens[0] += <double>left * r.radix.new_token_ratio
+    for i in range(r.coast.count, r.header.num_running):
         q = &r.requests[r.running[i]]
         left = q.limit - q.length
         if left > r.config.clip:
@@ -435,6 +532,8 @@ cdef int admit(rank_t* r) noexcept nogil:
     cdef admission_t* a
     cdef bint first
     cdef int decision
+    if h.waiting_head == NO_SLOT or slots <= 0:
+        return PASS_OK
     running_reserve(r, &reserved)
     rem_total = <double>((r.radix.available + r.radix.evictable) * ps) - reserved
     while admitted < slots and h.waiting_head != NO_SLOT:
@@ -545,11 +644,11 @@ cdef inline int64_t burst_of(const rank_t* r, const request_t* q) noexcept nogil
 
 cdef int64_t growth_pages(const rank_t* r) noexcept nogil:
     """Pages that the next decode step of all running requests may need, those that are done excepted."""
-    cdef int64_t total = 0
+    cdef int64_t total = coast_growth(r)
     cdef int64_t more
     cdef int64_t i
     cdef const request_t* q
-    for i in range(r.header.num_running):
+    for i in range(r.coast.count, r.header.num_running):
         q = &r.requests[r.running[i]]
         if q.length >= q.limit:
             continue
@@ -625,19 +724,19 @@ cdef void retract(rank_t* r, int64_t index, int64_t growth, int64_t live, double
     e.active_after = r.config.num_blocks - r.radix.available
 
 
-cdef int make_memory(rank_t* r, double now_ms) noexcept nogil:
-    """Retract until the next step fits; retracted rows are listed in order."""
-    cdef int64_t growth
+cdef int make_memory(rank_t* r, double now_ms, int64_t growth) noexcept nogil:
+    """Retract until the next step, which needs `growth` pages, fits; retracted rows are listed in order."""
     cdef int64_t live = 0
     cdef int64_t index
     cdef int64_t wanted
     cdef int64_t i
     cdef int32_t slot
     cdef bint sorted_once = False
-    for i in range(r.header.num_running):
-        slot = r.running[i]
-        live += r.requests[slot].length < r.requests[slot].limit
-    growth = growth_pages(r)
+    if r.radix.available + r.radix.evictable < growth:
+        radix_land(r)
+        for i in range(r.header.num_running):
+            slot = r.running[i]
+            live += r.requests[slot].length < r.requests[slot].limit
     while r.radix.available + r.radix.evictable < growth and live > 1:
         if not sorted_once:
             sort_running(r)
@@ -686,10 +785,16 @@ cdef int schedule_decode(rank_t* r, double now_ms) noexcept nogil:
     cdef pass_t* p = &r.p
     cdef const request_t* q
     cdef int64_t i
-    cdef int64_t context = 0
+    cdef int64_t context
     cdef int64_t growth
+    cdef int64_t count
     cdef int32_t slot
-    for i in range(r.header.num_running):
+    if r.coast.tick >= MOST_TICKS:
+        radix_land(r)
+    p.decode.count = r.coast.count
+    p.decode.sum = r.coast.sum
+    p.decode.squares = r.coast.squares
+    for i in range(r.coast.count, r.header.num_running):
         q = &r.requests[r.running[i]]
         if q.length >= q.limit:
             # Done before: it ends without a token, holding its pages until the end of the pass.
@@ -699,11 +804,13 @@ cdef int schedule_decode(rank_t* r, double now_ms) noexcept nogil:
             moments_add(&p.decode, q.length)
     if p.decode.count > 0:
         r.radix.decode_passes += 1
-        if make_memory(r, now_ms) != PASS_OK:
+        if make_memory(r, now_ms, growth_pages(r)) != PASS_OK:
             return PASS_FAILED
         if p.num_retracted > 0:
             estimate_ratio(r)
-    for i in range(r.header.num_running):
+    p.coasting = r.coast.count
+    context = r.coast.sum
+    for i in range(p.coasting, r.header.num_running):
         slot = r.running[i]
         q = &r.requests[slot]
         if q.length >= q.limit:
@@ -711,16 +818,19 @@ cdef int schedule_decode(rank_t* r, double now_ms) noexcept nogil:
         r.ready[p.num_ready] = slot
         p.num_ready += 1
         context += q.length
-    if p.num_ready == 0:
+    count = p.coasting + p.num_ready
+    if count == 0:
         return PASS_OK
     growth = growth_pages(r)
     if growth > r.radix.available:
+        # Nobody coasts: what would not fit has landed.
         p.num_ready = 0
         return PASS_OK
-    if timing_decode(r, p.num_ready, context, context // p.num_ready, &p.decode_ms) < 0:
+    if timing_decode(r, count, context, context // count, &p.decode_ms) < 0:
         return PASS_FAILED
     r.radix.available -= growth
-    p.reserved = growth
+    p.reserved = growth - coast_growth(r)
+    r.header.running_blocks += coast_growth(r)
     return PASS_OK
 
 
@@ -894,6 +1004,8 @@ cdef void emit_decode(rank_t* r) noexcept nogil:
     cdef int32_t slot
     cdef request_t* q
     signal_terminals(r)
+    if r.p.coasting > 0:
+        coast_emit(r)
     for i in range(r.p.num_ready):
         slot = r.ready[i]
         q = &r.requests[slot]
@@ -909,17 +1021,23 @@ cdef void emit_decode(rank_t* r) noexcept nogil:
     r.p.reserved = 0
     for i in range(r.p.num_terminal):
         end_request(r, r.terminal[i])
+    coast_delete(r, r.hits, r.p.num_ending)
+    for i in range(r.p.num_ending):
+        end_request(r, r.ready[r.p.num_ready + i])
     for i in range(r.p.num_ready):
         slot = r.ready[i]
         if r.requests[slot].length >= r.requests[slot].limit:
             end_request(r, slot)
+    # Whoever follows requests hears of these as of all others that end.
+    r.p.num_ready += r.p.num_ending
+    r.p.coasting -= r.p.num_ending
 
 
 cdef void sweep_running(rank_t* r) noexcept nogil:
     """Take the rows of ended requests out of `running`."""
     cdef int64_t i
-    cdef int64_t kept = 0
-    for i in range(r.header.num_running):
+    cdef int64_t kept = r.coast.count
+    for i in range(r.coast.count, r.header.num_running):
         if r.requests[r.running[i]].status == RUNNING:
             r.running[kept] = r.running[i]
             kept += 1
@@ -937,6 +1055,8 @@ cdef void radix_emit(rank_t* r) noexcept nogil:
     rejected_last(r, late)
     if r.p.completed > late:
         sweep_running(r)
+    if r.coast.wanted and r.p.num_ready > 0 and r.p.admitted == 0 and r.config.nextn == 0:
+        coast_gather(r)
     for i in range(r.p.num_retracted):
         waiting_link(r, r.retracted[i], NO_SLOT)
 
@@ -975,6 +1095,84 @@ cdef void radix_settle(rank_t* r) noexcept nogil:
     x.retry = RETRY_COUNTDOWN if p.deferred else (RETRY_RATIO if x.new_token_ratio != p.ratio_before else 0)
     x.flush = p.prefill_tokens > 0 or r.header.num_running == 0 or (
         p.decode.count > 0 and x.decode_passes % FLUSH_PASSES == 0)
+
+
+# ---------------------------------------------------------------- many passes at once
+
+cdef bint radix_quiet(const rank_t* r) noexcept nogil:
+    """Whether the next passes only give a token each to requests that all coast, as long as none of them ends."""
+    cdef const header_t* h = r.header
+    cdef const config_t* c = r.config
+    # A queue is looked at when there is a seat, and sorted in any case.
+    return (r.coast.count > 0 and r.coast.count == h.num_running
+            and (h.waiting_head == NO_SLOT or (h.num_running >= c.max_running and not c.lpm and not c.ask_order))
+            and h.prebuilt_head == NO_SLOT and h.num_pending == 0
+            and r.radix.countdown == 0 and r.radix.late_requests == 0
+            and not c.emit_events and c.timing != CALLABLE)
+
+
+cdef int64_t radix_stretch(rank_t* r, double now_ms, double horizon_ms, double* ends, int64_t room) noexcept nogil:
+    """Passes of a quiet rank, the first at `now_ms`, each of the others where one ends, before `horizon_ms`.
+
+    At most `room`; their ends go to `ends`. Stops before a pass that gives somebody the last token, has no
+    duration, or finds too few pages. Everything is as if each pass had been scheduled and emitted; how many it were.
+    """
+    cdef coast_t* c = &r.coast
+    cdef radix_t* x = r.radix
+    cdef pass_t* p = &r.p
+    cdef int64_t n = c.count
+    cdef int64_t ps = r.config.block_size
+    cdef int64_t done = 0
+    cdef int64_t growth
+    cdef int64_t last_tick = c.next_due if c.next_due < MOST_TICKS else MOST_TICKS
+    cdef double decode_ms = 0.0
+    cdef double end_ms
+    cdef double ratio
+    if last_tick - c.tick < room:
+        room = last_tick - c.tick
+    while done < room and now_ms < horizon_ms:
+        growth = r.wheel[c.wheel_at]
+        if growth > x.available + x.evictable:
+            break
+        timing_decode(r, n, c.sum, c.sum // n, &decode_ms)
+        end_ms = now_ms + decode_ms
+        if end_ms <= now_ms:
+            break
+        if growth > x.available:
+            radix_evict(r, growth - x.available)
+        if done == 0:
+            pass_open(r, now_ms)
+        x.available -= growth
+        r.header.running_blocks += growth
+        p.start_ms = now_ms
+        p.ratio_before = x.new_token_ratio
+        ratio = x.new_token_ratio - r.config.ratio_decay
+        x.new_token_ratio = ratio if ratio > r.config.min_ratio else r.config.min_ratio
+        welford_add(&r.header.duration_count, &r.header.duration_sum, &r.header.duration_mean, &r.header.duration_m2,
+                    end_ms - now_ms)
+        coast_step(r)
+        c.wheel_at = c.wheel_at + 1 if c.wheel_at + 1 < ps else 0
+        ends[done] = end_ms
+        now_ms = end_ms
+        done += 1
+    if done == 0:
+        return 0
+    x.hit_tokens = 0
+    x.total_tokens = 0
+    x.decode_passes += done
+    x.retry = RETRY_RATIO if x.new_token_ratio != p.ratio_before else 0
+    x.flush = x.decode_passes % FLUSH_PASSES == 0
+    r.header.passes += done
+    r.header.effect_free = 0
+    p.decode.count = n
+    p.decode.sum = c.sum - n
+    p.decode.squares = c.squares - 2 * p.decode.sum - n
+    p.coasting = n
+    p.visible = n
+    p.visible_requests = n
+    p.decode_ms = decode_ms
+    p.end_ms = now_ms
+    return done
 
 
 # ---------------------------------------------------------------- liveness

@@ -107,7 +107,7 @@ cdef inline void rejected_last(rank_t* r, int64_t n) noexcept nogil:
 
 cdef inline bint progressed(const rank_t* r) noexcept nogil:
     """Whether the pass changed anything an observer could see (spec/engine-contract.md section 7)."""
-    return (r.num_admissions > 0 or r.p.num_ready > 0 or r.p.num_terminal > 0 or r.num_rejected > 0
+    return (r.num_admissions > 0 or r.p.num_ready > 0 or r.p.coasting > 0 or r.p.num_terminal > 0 or r.num_rejected > 0
             or r.num_pressures > 0 or r.p.scheduled > 0 or r.p.num_retracted > 0 or r.p.deferrals > 0)
 
 

@@ -15,6 +15,7 @@ cdef class RankState:
     cdef object _pressures
     cdef object _lists
     cdef object _found
+    cdef object _wheel
     cdef list _outgrown
     cdef dict _offsets
     cdef object _profile

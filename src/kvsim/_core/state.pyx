@@ -24,9 +24,9 @@ from kvsim._core.metrics cimport kvsim_variance, moments_variance
 from kvsim._core.engine cimport (
     engine_activate, engine_active, engine_at, engine_boundary, engine_cancel, engine_cancel_destination,
     engine_cancel_source, engine_deadline, engine_drained, engine_emit, engine_empty, engine_events_shown,
-    engine_fail_stuck, engine_internal_work, engine_register_source, engine_release_source, engine_reserve,
-    engine_reserve_error, engine_retry, engine_runnable, engine_schedule, engine_stuck, engine_submit,
-    engine_unblock, engine_visible_events, engine_waiting,
+    engine_fail_stuck, engine_internal_work, engine_land, engine_register_source, engine_release_source,
+    engine_reserve, engine_reserve_error, engine_retry, engine_runnable, engine_schedule, engine_stuck, engine_submit,
+    engine_sync, engine_unblock, engine_visible_events, engine_waiting,
 )
 from kvsim._core.host cimport host_find, host_reindex, host_reset
 from kvsim._core.lease cimport lease_remembers
@@ -77,7 +77,7 @@ _SECTIONS = {
     "runs": layout.RUN,
     "host": layout.HOST,
     "host_entries": layout.HOST_ENTRY,
-    "host_index": np.dtype("<i4"),
+    "host_index": np.dtype("<u8"),
     "transfers": layout.TRANSFER,
     "transfer_blocks": layout.TRANSFER_BLOCK,
     "offloads": layout.OFFLOAD,
@@ -221,6 +221,7 @@ cdef class RankState:
         self._bind_arena()
         self._alloc_scratch(64)
         memcpy(self.r.config, address(np.ascontiguousarray(config)), sizeof(config_t))
+        self._alloc_wheel()
         self._reset(<uint64_t>seed)
 
     def _plan(self, sizes):
@@ -263,7 +264,7 @@ cdef class RankState:
         r.runs = <run_t*>(base + <int64_t>o["runs"][0])
         r.host = <host_t*>(base + <int64_t>o["host"][0])
         r.host_entries = <host_entry_t*>(base + <int64_t>o["host_entries"][0])
-        r.host_index = <int32_t*>(base + <int64_t>o["host_index"][0])
+        r.host_index = <uint64_t*>(base + <int64_t>o["host_index"][0])
         r.transfers = <transfer_t*>(base + <int64_t>o["transfers"][0])
         r.transfer_blocks = <transfer_block_t*>(base + <int64_t>o["transfer_blocks"][0])
         r.offloads = <offload_t*>(base + <int64_t>o["offloads"][0])
@@ -316,13 +317,18 @@ cdef class RankState:
             admissions[:len(self._admissions)] = self._admissions
         self._admissions = admissions
         r.admissions = <admission_t*>address(admissions)
-        # Four lists of rows that live for one pass.
-        lists = np.zeros((4, requests), np.int32)
+        # Lists of rows that live for one pass, and those of who coasts.
+        lists = np.zeros((7, requests + 1), np.int32)
+        if self._lists is not None:
+            lists[:, :self._lists.shape[1]] = self._lists
         self._lists = lists
         r.ready = <int32_t*>address(lists)
-        r.burst = r.ready + requests
-        r.terminal = r.burst + requests
-        r.retracted = r.terminal + requests
+        r.burst = r.ready + requests + 1
+        r.terminal = r.burst + requests + 1
+        r.retracted = r.terminal + requests + 1
+        r.due = r.retracted + requests + 1
+        r.since = r.due + requests + 1
+        r.hits = r.since + requests + 1
         r.found_of = NO_SLOT
         if self._found is None:
             self._found = np.zeros(self._offsets["blocks"][1], np.int32)
@@ -334,6 +340,12 @@ cdef class RankState:
             r.cap_signals = requests
             r.pressures = <pressure_t*>address(self._pressures)
             r.cap_pressures = 16
+
+    def _alloc_wheel(self):
+        """The wheel of coasting requests, which depends on the configuration alone."""
+        if self.r.config.engine == RADIX:
+            self._wheel = np.zeros(self.r.config.block_size, np.int32)
+            self.r.wheel = <int32_t*>address(self._wheel)
 
     def _reset(self, uint64_t seed):
         cdef rank_t* r = &self.r
@@ -410,7 +422,7 @@ cdef class RankState:
                    GROW_RUNS: "runs", GROW_TRANSFERS: "transfers", GROW_TRANSFER_BLOCKS: "transfer_blocks",
                    GROW_OFFLOAD_EVENTS: "offload_events", GROW_OFFLOAD_BLOCKS: "offload_blocks",
                    GROW_TIER_JOBS: "tier_jobs", GROW_TIER_BLOCKS: "tier_blocks"}[what]] = power_of_two(need)
-        old, old_offsets, used = self.arena, self._offsets, self._used()
+        old, old_offsets, used = self.arena, self._offsets, self._rows()
         total = self._plan(sizes)
         self.arena = np.zeros(total, np.uint8)
         _copy_rows(old, old_offsets, self.arena, self._offsets, used)
@@ -764,11 +776,15 @@ cdef class RankState:
         cdef rank_t* r = &self.r
         cdef int status
         self._outgrown.clear()
+        cdef int32_t wanted = r.coast.wanted
         r.want_signals = 1
+        r.coast.wanted = 0
+        engine_land(r)
         with nogil:
             status = engine_schedule(r, now_ms)
             if status == PASS_OK:
                 engine_emit(r)
+        r.coast.wanted = wanted
         if self.error is not None:
             raise self.take_error()
         return r.p.end_ms
@@ -940,6 +956,11 @@ cdef class RankState:
     # ------------------------------------------------------------ looking in
 
     def _used(self):
+        """Rows in use of each section, for whoever looks from outside: those of who coasts are written first."""
+        engine_sync(&self.r)
+        return self._rows()
+
+    def _rows(self):
         """Rows in use of each section; what lies beyond them means nothing."""
         cdef header_t* h = self.r.header
         used = {
@@ -1052,7 +1073,7 @@ cdef class RankState:
         at.offset = 0
         if pages > self.r.radix.available:
             raise CommandError(f"pages: the pool has {self.r.radix.available} free, got {pages}")
-        last = radix_insert(&self.r, node, at, pages, &found)
+        last = radix_insert(&self.r, node, at, pages, at.run + len(runs), &found)
         self.r.radix.available -= pages - found
         return found, last
 
@@ -1087,6 +1108,7 @@ cdef class RankState:
         other._contents_memory = self._contents_memory
         other._contents = list(self._contents)
         other._alloc_scratch(self._offsets["requests"][1])
+        other._alloc_wheel()
         return other
 
     def save(self):
@@ -1109,11 +1131,13 @@ cdef class RankState:
         if config != self.view("config").tobytes():
             self._offsets = old
             raise SnapshotError("the snapshot was taken under another configuration")
+        engine_land(&self.r)
         self.arena = np.array(arena, np.uint8, copy=True)
         self._bind_arena()
         self._contents = list(contents)
         self._contents_memory = None
         self._admissions = None
+        self._lists = None
         self._alloc_scratch(sizes["requests"])
         for i, content in enumerate(self._contents):
             if content is None:

@@ -398,7 +398,7 @@ cdef struct host_t:  # host tier: its scalars; one row
     int32_t connector_tail
     int32_t span_free[TABLE_CLASSES]  # heads of the free spans of 2**k transfer blocks
 
-cdef struct host_entry_t:  # a block in the host; 40 bytes
+cdef struct host_entry_t:  # a block in the host; 48 bytes
     uint64_t hash
     int64_t epoch                 # recency; equal in a cohort
     int64_t cohort                # stamp of the last cohort it was looked at for
@@ -406,6 +406,8 @@ cdef struct host_entry_t:  # a block in the host; 40 bytes
     int32_t pins                  # loads that read it, -1: row not in use
     int32_t prev                  # LRU list, oldest first
     int32_t next                  # LRU list, or list of unused rows
+    int32_t ahead                 # hint: stood a few places further on in the LRU list once, NO_SLOT: nobody did
+    int32_t unused
 
 cdef struct transfer_t:  # 64 bytes
     int64_t id
@@ -430,12 +432,15 @@ cdef struct transfer_block_t:  # 40 bytes
     int32_t block                 # store: the device block it reads
     int32_t unused
 
-cdef struct offload_t:  # what the lower tiers know of a request, by request row; 24 bytes
+cdef struct offload_t:  # what the lower tiers know of a request, by request row; 40 bytes
     int64_t progress              # connector queue: asleep as long as `host_t.progress` is this
     int32_t next_store            # leading prompt blocks the host was asked to take, or has
     int32_t latest_store          # row of its newest store, NO_SLOT: none under way
     int32_t load                  # row of its load (tiers: of its swap job), NO_SLOT: none under way
     int32_t device_blocks         # leading blocks found on the device when its load was decided; -1: no load waits for admission
+    int64_t looked                # `host_t.next_transfer` when all prompt blocks were looked up last, -1: never
+    int32_t absent_from           # prompt blocks from this one on were not in the host then
+    int32_t unused
 
 cdef struct offload_event_t:  # an observation
     double at_ms
@@ -644,6 +649,7 @@ cdef struct pass_t:  # the pass being executed, scratch
     int64_t prefill_kv_tokens
     moments_t decode              # lengths of scheduled decodes
     int64_t scheduled             # requests scheduled
+    int64_t coasting              # requests that emit one token each without standing in `ready`
     int64_t completed
     int64_t visible               # non-rejected signals, and distinct requests among them
     int64_t visible_requests
@@ -652,6 +658,7 @@ cdef struct pass_t:  # the pass being executed, scratch
     double ratio_before           # radix: new-token ratio when the pass began
     int32_t preempted_any
     int32_t num_ready
+    int32_t num_ending            # leading entries of `hits`: who coasted and ends in this pass
     int32_t num_terminal
     int32_t num_retracted
     int32_t deferred              # radix: prefill had to wait
@@ -661,6 +668,16 @@ cdef struct pass_t:  # the pass being executed, scratch
     int32_t offloading            # KVBM tiers: blocks were refused because they are on their way out
     int32_t ticked                # KVBM tiers: transfers that ended when the pass began changed something visible
     int32_t emitted               # KVBM tiers: the tokens are out already
+
+cdef struct coast_t:  # coast.pxd: the leading entries of `running` whose rows stand still
+    int64_t count
+    int64_t sum                   # of their lengths now, and of the squares
+    int64_t squares
+    int64_t wheel_at              # radix: entry of `wheel` for the next step
+    int32_t tick                  # passes since the first of them joined
+    int32_t next_due              # no entry of `due` is earlier
+    int32_t wanted                # whoever drives the rank lets requests coast
+    int32_t unused
 
 cdef struct request_spec_t:  # layout.REQUEST_SPEC
     uint64_t id_hi
@@ -787,7 +804,7 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     run_t* runs                   # heap of the edges' runs
     host_t* host                  # host tier
     host_entry_t* host_entries
-    int32_t* host_index           # hash -> entry, linear probing
+    uint64_t* host_index          # lower half of a hash and its entry, linear probing; all bits set: empty
     transfer_t* transfers
     transfer_block_t* transfer_blocks
     offload_t* offloads           # by request row
@@ -841,6 +858,10 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int64_t found_uses            # `uses` then
     int64_t uses                  # grows whenever blocks are held or dropped
     int32_t found_of
+    int32_t* due                  # beside `running`: tick at which a coasting request needs something
+    int32_t* since                # by row: tick that the row of a coasting request shows
+    int32_t* hits                 # scratch: entries of `running` that are due
+    int32_t* wheel                # radix: how many of those who coast open a page, by tick modulo the block size
     int64_t num_signals
     int64_t num_rejected
     int64_t num_admissions
@@ -852,6 +873,7 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int32_t want_offload          # keep observations of the host tier
     double command_ms             # lower tiers: the time of the command, pass or boundary under way
     int32_t grouped               # has siblings: what depends on all of them is done by the driver
+    coast_t coast
     pass_t p
     void* owner                   # RankState, for the callbacks
     grow_fn grow

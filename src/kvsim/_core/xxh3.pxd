@@ -217,10 +217,26 @@ cdef inline uint64_t xxh3_tokens(const uint32_t* tokens, int64_t n, const uint64
     return xxh3_64_long(<const uint8_t*> tokens, n_bytes, derived)
 
 
+cdef inline uint64_t xxh3_equal_words(uint64_t word, size_t n) noexcept nogil:
+    """As `xxh3_short` of 17..128 bytes, with BLOCK_HASH_SEED, of which any eight at a multiple of four are `word`."""
+    cdef const uint8_t* secret = <const uint8_t*> &XXH3_SECRET[0]
+    cdef uint64_t h = n * 0x9E3779B185EBCA87ULL
+    h += xxh3_mix16(word, word, secret, BLOCK_HASH_SEED) + xxh3_mix16(word, word, secret + 16, BLOCK_HASH_SEED)
+    if n > 32:
+        h += xxh3_mix16(word, word, secret + 32, BLOCK_HASH_SEED) + xxh3_mix16(word, word, secret + 48, BLOCK_HASH_SEED)
+    if n > 64:
+        h += xxh3_mix16(word, word, secret + 64, BLOCK_HASH_SEED) + xxh3_mix16(word, word, secret + 80, BLOCK_HASH_SEED)
+    if n > 96:
+        h += xxh3_mix16(word, word, secret + 96, BLOCK_HASH_SEED) + xxh3_mix16(word, word, secret + 112, BLOCK_HASH_SEED)
+    return xxh3_avalanche(h)
+
+
 cdef inline uint64_t xxh3_equal_tokens(uint32_t token, int64_t n, const uint64_t* derived) noexcept nogil:
     """Local hash of `token` repeated `n` >= 0 times; `derived` as for `xxh3_tokens`."""
     cdef uint32_t[60] repeated
     cdef size_t n_bytes = 4 * <size_t> n
+    if 16 < n_bytes <= 128:
+        return xxh3_equal_words(<uint64_t> token << 32 | token, n_bytes)
     cdef bint is_short = n_bytes <= XXH3_SHORT_BYTES
     cdef int64_t i
     for i in range(n if is_short else XXH3_STRIPE_BYTES // 4):

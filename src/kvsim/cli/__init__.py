@@ -1,4 +1,4 @@
-"""The command line: ``kvsim replay``, ``kvsim sweep``, ``kvsim synth``.
+"""The command line: ``kvsim replay``, ``kvsim sweep``, ``kvsim synth``, ``kvsim live``.
 
 Standard output carries the result and nothing else. Exit codes: 0 success, 1 the
 run failed (under ``--strict`` also: a request was rejected, failed or never
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import NoReturn
 
-from kvsim.cli import replay, sweep, synth
+from kvsim.cli import live, replay, sweep, synth
 from kvsim.cli.options import drop_output
 from kvsim.errors import ConfigError, KvsimError, WorkloadError
 
@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="kvsim", description="A fast, step-exact simulator of LLM serving engines.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
-    for command in (replay, sweep, synth):
+    for command in (replay, sweep, synth, live):
         command.add_parser(commands)
     return parser
 

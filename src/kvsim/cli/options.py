@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvsim.errors import ConfigError, WorkloadError
 
 if TYPE_CHECKING:
+    from kvsim.config import EngineConfig
     from kvsim.report import Sla
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "add_sla_options",
     "check_can_write",
     "check_readable",
+    "config_of",
     "drop_output",
     "milliseconds",
     "non_negative_int",
@@ -164,8 +166,8 @@ DEFAULT_TRACE_FORMAT = "mooncake"
 DEFAULT_TRACE_BLOCK_SIZE = 512
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that make an engine configuration and its workers."""
+def add_engine_options(parser: argparse.ArgumentParser, *, workers: bool = True) -> None:
+    """Add the options that make an engine configuration and, if asked for, its workers."""
     engine = parser.add_argument_group("engine")
     engine.add_argument("-c", "--config", metavar="FILE", help="engine configuration, YAML or JSON")
     engine.add_argument(
@@ -177,10 +179,21 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="PATH=VALUE",
         help="set a field of the configuration, e.g. sglang.schedule_policy=lpm; may be repeated",
     )
-    engine.add_argument("--workers", type=positive_int, default=1, metavar="N", help="number of workers (1)")
+    if workers:
+        engine.add_argument("--workers", type=positive_int, default=1, metavar="N", help="number of workers (1)")
     engine.add_argument(
         "--dp-size", type=positive_int, default=1, metavar="N", help="attention-DP ranks of each worker (1)"
     )
+
+
+def config_of(arguments: argparse.Namespace) -> EngineConfig:
+    """Configuration of the engine that `add_engine_options` asked for."""
+    from kvsim.config import apply_overrides, load_config, parse_config
+
+    overrides = dict(arguments.overrides)
+    if arguments.config is not None:
+        return load_config(arguments.config, overrides=overrides)
+    return parse_config(apply_overrides({}, overrides))
 
 
 def add_load_options(parser: argparse.ArgumentParser, strict: str) -> argparse._ArgumentGroup:

@@ -16,6 +16,7 @@ from kvsim.cli.options import (
     add_sla_options,
     check_can_write,
     check_readable,
+    config_of,
     non_negative_int,
     sla_of,
     write_out,
@@ -24,7 +25,6 @@ from kvsim.cli.system import add_system_options, system_of
 from kvsim.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvsim.config import EngineConfig
     from kvsim.report import ReplayResult
 
 __all__ = ["add_parser"]
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("", "give either a TRACE or --example")
     if arguments.record_passes and arguments.out is None:
         raise ConfigError("--record-passes", "needs --out, the passes are written there")
-    config = _config(arguments)
+    config = config_of(arguments)
     sla = sla_of(arguments)
     trace = arguments.trace
     if arguments.example:
@@ -122,15 +122,6 @@ def run(arguments: argparse.Namespace) -> int:
         Path(arguments.per_request).write_text(result.to_jsonl(), encoding="utf-8", newline="\n")
     write_out(result.to_json() if arguments.format == "json" else result.table(wall=False))
     return 1 if arguments.strict and _lost(result.summary, capped=arguments.max_sim_time is not None) else 0
-
-
-def _config(arguments: argparse.Namespace) -> EngineConfig:
-    from kvsim.config import apply_overrides, load_config, parse_config
-
-    overrides = dict(arguments.overrides)
-    if arguments.config is not None:
-        return load_config(arguments.config, overrides=overrides)
-    return parse_config(apply_overrides({}, overrides))
 
 
 def _lost(summary: dict[str, Any], *, capped: bool) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -67,11 +66,34 @@ class RoundRobin(Placement):
             self._rank_turn[worker] = (dp_rank + 1) % self._dp_size
         return worker, dp_rank
 
-    def place_all(self, dp_ranks: Iterable[int]) -> npt.NDArray[np.int32]:
+    def place_all(self, dp_ranks: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Ranks of many requests in order, counted over all workers: ``worker * dp_size + dp_rank``."""
         size = self._dp_size
-        taken = (self.next_rank(dp_rank) for dp_rank in dp_ranks)
+        if self._by_worker and len(dp_ranks) and (dp_ranks < 0).all():
+            return self._place_unhinted(len(dp_ranks))
+        taken = (self.next_rank(dp_rank) for dp_rank in dp_ranks.tolist())
         return np.fromiter((worker * size + rank for worker, rank in taken), np.int32)
+
+    def _place_unhinted(self, count: int) -> npt.NDArray[np.int32]:
+        """As `place_all`, of `count` > 0 requests that ask for no rank in an aggregated pool."""
+        workers, size = len(self._workers), self._dp_size
+        first = self._turn % workers
+        self._turn = (first + count - 1) % workers + 1
+        turn = np.arange(first, first + count)
+        begins = np.array([self._rank_turn.get(worker, 0) for worker in self._workers])
+        at = turn % workers
+        # Turns that the worker had before: those in full rounds; workers before `first` begin a round later.
+        before = turn // workers - (at < first)
+        ranks = (begins[at] + before) % size
+        for k in range(min(workers, count)):
+            last = count - 1 - k
+            self._rank_turn[self._workers[int(at[last])]] = (int(ranks[last]) + 1) % size
+        return (np.array(self._workers)[at] * size + ranks).astype(np.int32)
+
+    @property
+    def turn(self) -> int:
+        """The next turn over all ranks of a prefill or decode pool."""
+        return self._turn
 
     def worker_ready(self, worker: int, now_ms: float) -> Released:
         """Let the worker take part, in the order of ids."""

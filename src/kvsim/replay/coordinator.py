@@ -13,10 +13,13 @@ import enum
 import math
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from kvsim.contract import TransferTiming
 from kvsim.errors import CommandError, ConfigError
 
-__all__ = ["Action", "Actions", "Coordinator", "Fact", "Outcome", "State", "transfer_delay_ms"]
+__all__ = ["Action", "Actions", "Coordinator", "Fact", "Outcome", "State", "kernel_tables", "transfer_delay_ms"]
 
 
 class Fact(enum.IntEnum):
@@ -237,6 +240,32 @@ def _compile(order: tuple[_Row, ...]) -> _Tables:
 
 
 _TABLES = {True: _compile(SOURCE_FIRST), False: _compile(DESTINATION_FIRST)}
+
+
+def kernel_tables(source_first: bool) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """The tables of one order as the kernel `Fleet` reads them.
+
+    Returns
+    -------
+    facts : ndarray of int32, shape (states, facts)
+    outcomes : ndarray of int32, shape (states, actions, outcomes)
+        A step is the next state, from bit 8 on the number of its actions, from bits 16 and 20 on the actions. -2:
+        nothing changes, -1: refused. The start stands at ``facts[NEW, SOURCE_HELD]``, a fact that comes too early.
+    """
+
+    def coded(step: _Step | None) -> int:
+        if step is None:
+            return -1
+        if step is _IGNORED:
+            return -2
+        actions = sum(int(action) << (16 + 4 * k) for k, action in enumerate(step.actions))
+        return int(step.state) | len(step.actions) << 8 | actions
+
+    tables = _TABLES[source_first]
+    facts = np.array([[coded(step) for step in row] for row in tables.facts], np.int32)
+    outcomes = np.array([[[coded(step) for step in row] for row in rows] for rows in tables.outcomes], np.int32)
+    facts[State.NEW, Fact.SOURCE_HELD] = coded(tables.first)
+    return facts, outcomes
 
 
 def transfer_delay_ms(timing: TransferTiming, transferable_tokens: int | None = None) -> float | None:

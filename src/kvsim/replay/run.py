@@ -160,7 +160,8 @@ class Run:
         for kind, adjusted in self.configs.items():
             # Not a bound method: a cycle would keep the arrays of every run until a full garbage collection.
             source = partial(_content_of, workload, adjusted, self._growing)
-            self._fleet.set_content(workload.specs, workload.planned, source, int(kind))
+            # Only captured outputs show their ids.
+            self._fleet.set_content(workload.specs, workload.planned if capture_outputs else None, source, int(kind))
         self.ranks: list[SchedulerRank] = []
         self._pools = [
             RunPool(
@@ -280,7 +281,7 @@ class Run:
         closed = self._concurrency is not None
         order = np.arange(n) if closed else self.driver.static_order()
         times = np.zeros(n) if closed else self.driver.static_arrivals()
-        ranks = placement.place_all(self.workload.specs["dp_rank"][order].tolist())
+        ranks = placement.place_all(self.workload.specs["dp_rank"][order])
         if not closed:
             self.records["arrival_ms"][order] = times
         arrivals = times
@@ -446,10 +447,11 @@ def _content_of(workload: Workload, config: EngineConfig, growing: bool, first: 
         workload.specs[first:last],
         workload.segments,
         workload.tokens,
-        workload.planned,
+        workload.plan,
         config.tokens_per_block,
         content_tokens(config),
         config.emit_kv_events,
+        workload.equal_block_hashes(config.tokens_per_block),
     )
     if config.backend == "sglang":
         runs, offsets, heads = content.runs_workload(*inputs)

@@ -26,9 +26,9 @@ from kvsim.contract import TransferTiming
 from kvsim.errors import PolicyError
 from kvsim.handoff import HandoffCommand
 from kvsim.layout import FailReason, Pool, RequestStatus
-from kvsim.placement import PlacedRequest, PlacedRequests, Placement, Released, Route
+from kvsim.placement import PlacedRequest, PlacedRequests, Placement, Released, RoundRobin, Route
 from kvsim.rank import SchedulerRank, request_content
-from kvsim.replay.coordinator import Action, Coordinator, Fact, Outcome
+from kvsim.replay.coordinator import Action, Coordinator, Fact, Outcome, State, kernel_tables
 from kvsim.replay.pool import WorkerPool
 from kvsim.replay.scaling import Scaling, forward_row
 from kvsim.replay.telemetry import PoolCounters, RankGauges, Telemetry
@@ -37,7 +37,7 @@ from kvsim.workload import ArrivalDriver, TokenizationPool, Workload
 
 __all__ = ["RunPool", "System"]
 
-_UNTIL, _NOTED, _SLICED, _CAPPED, _, _STARTING = range(6)
+_UNTIL, _NOTED, _SLICED, _CAPPED, _, _STARTING, _STUCK = range(7)
 _ENDED, _HELD, _RESERVED, _FIRST, _WOKEN = range(5)
 
 _COMMANDS = {
@@ -285,6 +285,7 @@ class System:
         self._live: dict[int, _Handoff] = {}
         self._routing: list[tuple[Any, ...]] | None = [] if capture_routing else None
         self._decoded = [0, 0]
+        self._is_led = self._can_be_led()
         self._fpm: dict[int, Any] = {}  # newest metrics of a pass by rank of the fleet, for the tick under way
 
     # ------------------------------------------------------------ what others read
@@ -333,6 +334,8 @@ class System:
         """Placements so far: layout.ROUTING_RECORD, in order of decision."""
         if self._routing is None:
             return None
+        if self._is_led:
+            return self._led_routing()
         return np.array(self._routing, layout.ROUTING_RECORD)
 
     # ------------------------------------------------------------ running
@@ -340,6 +343,9 @@ class System:
     def execute(self) -> None:
         """Let the run happen, to its end or to the cap."""
         telemetry = self.telemetry
+        if self._is_led:
+            self._execute_led()
+            return
         try:
             self._settle(ticks=False)
             if telemetry is not None:
@@ -380,6 +386,79 @@ class System:
                 return
             if status in (_NOTED, _STARTING) or (status == _UNTIL and not hold):
                 self._settle(ticks=True, starting=status == _STARTING)
+
+    # ------------------------------------------------------------ handoffs that the kernel leads
+
+    def _can_be_led(self) -> bool:
+        """Whether nobody but the coordinators decides anything: the kernel has their tables and does it all."""
+        pools = self.pools
+        if not self._disaggregated or self.scaling is not None or self.telemetry is not None or self._growing:
+            return False
+        if any(type(pool.placement) is not RoundRobin or pool.tokenization is not None for pool in pools):
+            return False
+        _, size, bandwidth = self._transfer
+        longest = 0.0
+        if size is not None and bandwidth:
+            # Sizes that a kernel integer does not hold, and delays that no float does, are the coordinator's to refuse.
+            most = int(self._input_tokens.max()) * size
+            longest = most / (bandwidth * 1e9) * 1000.0 if most < 2**62 else math.inf
+        return longest < math.inf and not self.workload.has_sessions
+
+    def _execute_led(self) -> None:
+        fleet, driver, specs = self.fleet, self.driver, self.workload.specs
+        closed = driver.concurrency is not None
+        hints = np.ascontiguousarray(specs["dp_rank"], np.int32)
+        own = self.workload.prefill_dp_ranks
+        mode, size, bandwidth = self._transfer
+        known = size is not None and bool(bandwidth)
+        turns = []
+        for pool in self.pools:
+            assert isinstance(pool.placement, RoundRobin)
+            turns.append((len(pool.active), pool.dp_size, pool.placement.turn))
+        facts, outcomes = kernel_tables(self._source_first)
+        fleet.set_leads(
+            np.arange(len(specs)) if closed else np.ascontiguousarray(driver.static_order(), np.int64),
+            np.zeros(len(specs)) if closed else np.ascontiguousarray(driver.static_arrivals(), np.float64),
+            driver.concurrency or 0,
+            facts,
+            outcomes,
+            turns,
+            [hints if own is None else np.where(own >= 0, own, hints).astype(np.int32), hints],
+            (mode != "full_prompt", size if known else -1, float(bandwidth or 0.0), self._latency_ms),
+            self._routing is not None,
+        )
+        fleet.settle_leads()
+        fleet.settle_leads()
+        while True:
+            status = fleet.lead(self.cap_ms, self._slice)
+            if self._progress is not None:
+                self._progress(int(fleet.done), len(self.workload))
+            if status == _STUCK:
+                if not self._release_stuck_led():
+                    return
+                fleet.settle_leads()
+            elif status != _SLICED:
+                return
+
+    def _release_stuck_led(self) -> bool:
+        """As `_release_stuck`."""
+        if self.fleet.fail_stuck():
+            return True
+        stuck = self.fleet.stuck_lead()
+        if stuck is None:
+            return False
+        row, state = stuck
+        self._note_stalled(row, FailReason.STALLED, f"the end of {State(state).name.lower()}", self.fleet.now_ms)
+        self.fleet.fail_lead(row)
+        return True
+
+    def _led_routing(self) -> npt.NDArray[Any]:
+        routes = self.fleet.take_routes()
+        records = np.zeros(len(routes), layout.ROUTING_RECORD)
+        records["row"], records["worker"], records["dp_rank"], records["pool"] = routes.T
+        records["queue_entered_ms"] = records["released_ms"] = records["cost"] = math.nan
+        records["overlap_blocks"] = records["best_overlap_blocks"] = -1
+        return records
 
     def _next_ms(self) -> float:
         """The next instant at which something happens outside the engines."""
@@ -870,12 +949,16 @@ class System:
                 return True
         return False
 
-    def _give_up(self, row: int, work: Any, reason: FailReason, waits_for: str, now: float) -> None:
+    def _note_stalled(self, row: int, reason: FailReason, waits_for: str, now: float) -> None:
+        """A request fails because it would wait for ever."""
         record = self.records[row]
         record["reason"] = reason
         request_id = (int(record["id_hi"]) << 64) | int(record["id_lo"])
         self.stalled.append({"row": row, "request_id": request_id, "waits_for": waits_for, "at_ms": now})
         self._end_early(row, RequestStatus.FAILED, now)
+
+    def _give_up(self, row: int, work: Any, reason: FailReason, waits_for: str, now: float) -> None:
+        self._note_stalled(row, reason, waits_for, now)
         if work is None:
             self._finish(row, now)
         else:

@@ -94,6 +94,8 @@ class ReplayResult:
         "_prefill_dp_size",
         "_request_names",
         "_session_names",
+        "_sla",
+        "_summary",
         "admissions",
         "config",
         "gaps",
@@ -105,14 +107,9 @@ class ReplayResult:
         "routing",
         "scaling",
         "stalled",
-        "summary",
         "telemetry",
         "totals",
-        "wall",
     )
-
-    summary: Summary
-    wall: dict[str, float]
 
     def __init__(
         self,
@@ -149,12 +146,24 @@ class ReplayResult:
         self.gaps = gaps
         self.totals = totals
         self.config = config
-        self.summary = summarize(self.requests, gaps, totals, sla)
-        self.wall = wall_rates(self.summary, totals.wall_time_ms)
+        self._sla = sla
+        self._summary: Summary | None = None
         self._request_names = request_names
         self._session_names = session_names
         self._dp_size = dp_size
         self._prefill_dp_size = prefill_dp_size
+
+    @property
+    def summary(self) -> Summary:
+        """Of `summarize`; made when first asked for."""
+        if self._summary is None:
+            self._summary = summarize(self.requests, self.gaps, self.totals, self._sla)
+        return self._summary
+
+    @property
+    def wall(self) -> dict[str, float]:
+        """Of `wall_rates`."""
+        return wall_rates(self.summary, self.totals.wall_time_ms)
 
     def rows(self, *, tokenless_e2e: bool = True, reasons: bool = True) -> Iterator[dict[str, Any]]:
         """Yield the records of the requests that ended, ordered by (arrival, id).

@@ -137,29 +137,39 @@ def distribution(values: npt.ArrayLike, weights: npt.ArrayLike | None = None) ->
         If shapes differ, a sample is not finite or a weight is negative.
     """
     samples = np.asarray(values, np.float64)
-    times = np.ones(samples.shape, np.int64) if weights is None else np.asarray(weights, np.int64)
-    if samples.ndim != 1 or samples.shape != times.shape:
-        raise ValueError(f"expected samples and weights of one shape (n,), got {samples.shape} and {times.shape}")
+    times = None if weights is None else np.asarray(weights, np.int64)
+    if samples.ndim != 1 or (times is not None and samples.shape != times.shape):
+        shape = samples.shape if times is None else times.shape
+        raise ValueError(f"expected samples and weights of one shape (n,), got {samples.shape} and {shape}")
     if not np.isfinite(samples).all():
         raise ValueError("samples must be finite")
-    if times.size and int(times.min()) < 0:
-        raise ValueError(f"weights must be >= 0, got {int(times.min())}")
-    order = np.argsort(samples, kind="stable")
-    order = order[times[order] > 0]
-    samples, times = samples[order], times[order]
+    if times is None:
+        samples = np.sort(samples)
+    else:
+        if times.size and int(times.min()) < 0:
+            raise ValueError(f"weights must be >= 0, got {int(times.min())}")
+        if not (samples[1:] >= samples[:-1]).all():
+            order = np.argsort(samples, kind="stable")
+            samples, times = samples[order], times[order]
+        if times.size and int(times.min()) == 0:
+            samples, times = samples[times > 0], times[times > 0]
     if not samples.size:
         return dict.fromkeys(STATISTICS)
-    upto = np.cumsum(times)
-    n = int(upto[-1])
+    upto = None if times is None else np.cumsum(times)
+    n = len(samples) if upto is None else int(upto[-1])
     low, high = float(samples[0]), float(samples[-1])
     # Rounding must not push the mean of equal samples off them.
-    mean = min(max(float(np.sum(samples * times)) / n, low), high)
+    total = float(np.sum(samples if times is None else samples * times))
+    mean = min(max(total / n, low), high)
     result: dict[str, float | None] = {"mean": mean, "min": low, "max": high}
     for name, percent in _PERCENTILES.items():
         # floor(x / 100 + 1/2) in integers: exact for every n.
         index = (2 * (n - 1) * percent + 100) // 200
-        result[name] = float(samples[np.searchsorted(upto, index, side="right")])
-    result["std"] = math.sqrt(float(np.sum((samples - mean) ** 2 * times)) / n)
+        result[name] = float(samples[index if upto is None else np.searchsorted(upto, index, side="right")])
+    squares = (samples - mean) ** 2
+    if times is not None:
+        squares = squares * times
+    result["std"] = math.sqrt(float(np.sum(squares)) / n)
     return result
 
 

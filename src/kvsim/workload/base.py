@@ -9,8 +9,8 @@ prompt tokens stays a few megabytes. Runs keep their own state elsewhere
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +27,20 @@ PLAN_SEED = 0xD37A0A7E5EED
 #: Upper bound of one length of a request: what fits a signed 32-bit count.
 MAX_TOKENS = 2**31 - 1
 
+#: Tokens per block from which a block takes longer to hash than to look up.
+_LONG_BLOCK = 32
+
 NO_SESSION = -1
 NO_TURN = -1
 ANY_RANK = -1
 NO_PLAN = -1
+
+
+class DrawnPlan(NamedTuple):
+    """Planned output ids that are words of a random stream, see `kvsim._core.content.planned_tokens`."""
+
+    seed: int
+    num_ids: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,15 +61,15 @@ class Workload:
         Prompts given as runs of tokens.
     tokens : ndarray of uint32, shape (n_tokens,)
         Prompts given token by token.
-    planned : ndarray of uint32, shape (n_planned,)
-        Output token ids of the requests whose `planned_offset` is not -1.
+    planned : ndarray of uint32, shape (n_planned,), or DrawnPlan
+        Output token ids of the requests whose `planned_offset` is not -1. A drawn plan becomes an array when read.
     delay_ms : ndarray of float64, shape (n,)
         Think time between the end of the previous turn and this one, unscaled; 0 for first turns.
     first_turn : ndarray of bool, shape (n,)
         False: the request waits for the request of the row before.
     request_names : list of str, optional
         Name of each row as the input gave it; None if the input has no names.
-    session_names : list of str, optional
+    session_names : sequence of str, optional
         Name of each session number; None where a report shows no session.
     cumulative : bool
         `input_tokens` and the prompt of a follow-up turn are only what is new:
@@ -88,21 +98,36 @@ class Workload:
     delay_ms: npt.NDArray[np.float64]
     first_turn: npt.NDArray[np.bool_]
     request_names: list[str] | None = None
-    session_names: list[str] | None = None
+    session_names: Sequence[str] | None = None
     cumulative: bool = False
     rebase_arrivals: bool = False
     clamped_rows: int = 0
     block_size: int | None = None
     prefill_dp_ranks: npt.NDArray[np.int32] | None = None
     source: str = ""
+    _equal_hashes: dict[int, npt.NDArray[np.uint64]] = field(default_factory=dict, init=False, repr=False)
+    _drawn: DrawnPlan | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        arrays = (self.specs, self.segments, self.tokens, self.planned, self.delay_ms, self.first_turn)
-        for array in arrays:
+        if isinstance(self.planned, DrawnPlan):
+            object.__setattr__(self, "_drawn", self.planned)
+            object.__delattr__(self, "planned")
+        else:
+            self.planned.flags.writeable = False
+        for array in (self.specs, self.segments, self.tokens, self.delay_ms, self.first_turn):
             array.flags.writeable = False
         if self.prefill_dp_ranks is not None:
             self.prefill_dp_ranks.flags.writeable = False
         self.validate()
+
+    def __getattr__(self, name: str) -> Any:
+        # A drawn plan is spelled out when somebody reads its ids: most runs need their hashes only.
+        if name != "planned" or self._drawn is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        planned = content.planned_tokens(*self._drawn)
+        planned.flags.writeable = False
+        object.__setattr__(self, "planned", planned)
+        return planned
 
     def __len__(self) -> int:
         return len(self.specs)
@@ -156,7 +181,17 @@ class Workload:
         start_of = np.maximum.accumulate(np.where(self.first_turn, np.arange(len(self)), 0))
         return np.asarray(inputs + before - before[start_of], dtype=np.int64)
 
+    @property
+    def num_planned(self) -> int:
+        """Output ids of all plans."""
+        return len(self.planned) if self._drawn is None else self._drawn.num_ids
+
     # ------------------------------------------------------------ contents
+
+    @property
+    def plan(self) -> npt.NDArray[np.uint32] | DrawnPlan:
+        """`planned`, or what it is drawn from as long as nobody has read it."""
+        return self.planned if self._drawn is None else self._drawn
 
     def prompt(self, row: int) -> npt.NDArray[Any]:
         """Prompt content of one row, only the new tokens in a cumulative workload.
@@ -180,6 +215,29 @@ class Workload:
         spec = self.specs[row]
         offset = int(spec["planned_offset"])
         return None if offset == NO_PLAN else self.planned[offset : offset + int(spec["max_output_tokens"])]
+
+    def equal_block_hashes(self, block_size: int) -> npt.NDArray[np.uint64] | None:
+        """Local hashes of the blocks that the runs of the prompts hold; made once and shared by all runs.
+
+        Parameters
+        ----------
+        block_size : int
+            Tokens per block of an engine.
+
+        Returns
+        -------
+        ndarray of uint64 or None
+            As of `kvsim._core.content.equal_block_hashes`; None if the tokens of the runs are not numbered densely or
+            occur once, so that a table would save nothing.
+        """
+        known = self._equal_hashes.get(block_size)
+        if known is None and block_size >= _LONG_BLOCK and len(self.segments):
+            count = int(self.segments["start"].max()) + 1
+            if count > 0.75 * len(self.segments):
+                return None
+            known = self._equal_hashes[block_size] = content.equal_block_hashes(count, block_size)
+            known.flags.writeable = False
+        return known
 
     def request_name(self, row: int) -> str:
         """Name of one row for messages: as given, else its request number."""
@@ -222,7 +280,8 @@ class Workload:
         self._require(~self.first_turn | (delay == 0), "delay_ms", "must be 0 for the first turn of a session", delay)
 
         ids = specs["id_lo"] if not specs["id_hi"].any() else specs[["id_hi", "id_lo"]]
-        if len(np.unique(ids)) != n:
+        ascending = not specs["id_hi"].any() and bool((specs["id_lo"][1:] > specs["id_lo"][:-1]).all())
+        if not ascending and len(np.unique(ids)) != n:
             raise WorkloadError("request ids must be unique", field="id_lo")
         if self.request_names is not None and len(set(self.request_names)) != n:
             seen: set[str] = set()
@@ -252,16 +311,12 @@ class Workload:
         room = np.where(by_token, len(self.tokens), len(self.segments))
         inside = (offset >= 0) & (count > 0) & (offset <= room - count)
         self._require(inside, "prompt_offset", "must lie inside the data")
-        lengths = self.segments["length"]
-        if (lengths <= 0).any():
+        held = content.prompt_lengths(specs, self.segments)
+        if (held < 0).any() and (self.segments["length"] <= 0).any():
             raise WorkloadError("must be positive", field="segments.length")
-        ends = np.concatenate(([0], np.cumsum(lengths)))
-        held = np.where(by_token, count, 0)
-        rows = np.flatnonzero(~by_token)
-        held[rows] = ends[offset[rows] + count[rows]] - ends[offset[rows]]
         self._require(held == specs["input_tokens"], "input_tokens", "must equal the length of the prompt content")
         plan = specs["planned_offset"]
-        fits = (plan >= 0) & (plan <= len(self.planned) - specs["max_output_tokens"])
+        fits = (plan >= 0) & (plan <= self.num_planned - specs["max_output_tokens"])
         self._require((plan == NO_PLAN) | fits, "planned_offset", "must lie inside `planned`, or be -1")
 
     def _require(
@@ -277,6 +332,40 @@ class Workload:
 # ---------------------------------------------------------------- building blocks of readers and generators
 
 
+class NumberedNames(Sequence[str]):
+    """The names ``<prefix><number>`` of consecutive numbers, made when asked for.
+
+    Parameters
+    ----------
+    prefix : str
+    first, count : int
+        Number of the first name, and how many there are.
+    """
+
+    __slots__ = ("_numbers", "_prefix")
+
+    def __init__(self, prefix: str, first: int, count: int) -> None:
+        self._prefix = prefix
+        self._numbers = range(first, first + count)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [f"{self._prefix}{number}" for number in self._numbers[index]]
+        return f"{self._prefix}{self._numbers[index]}"
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == other if isinstance(other, list) else self is other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def new_specs(count: int) -> npt.NDArray[Any]:
     """`count` rows with ids 1..count and no session, turn, rank hint or plan."""
     specs = np.zeros(count, REQUEST_SPEC)
@@ -286,66 +375,9 @@ def new_specs(count: int) -> npt.NDArray[Any]:
     return specs
 
 
-def block_segments(
-    block_ids: npt.NDArray[np.uint32],
-    ids_per_row: npt.NDArray[np.int64],
-    input_tokens: npt.NDArray[np.int64],
-    block_size: int,
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Prompts of block ids as runs of tokens: a block is `block_size` copies of its id (spec 1.2).
-
-    Parameters
-    ----------
-    block_ids : ndarray of uint32, shape (ids_per_row.sum(),)
-        Interned ids of all rows, one after the other.
-    ids_per_row : ndarray of int64, shape (n,)
-        Ids of each row, at least ``ceil(input_tokens / block_size)``; more are left unused.
-    input_tokens : ndarray of int64, shape (n,)
-        Tokens of each row, positive: the last needed block is cut to fit.
-    block_size : int
-        Tokens per block.
-
-    Returns
-    -------
-    segments : ndarray of `kvsim.layout.SEGMENT`
-        Neighbouring equal ids of a row make one segment.
-    offset, count : ndarray of int64, shape (n,)
-        First segment of each row and how many.
-    """
-    n = len(ids_per_row)
-    needed = -(-input_tokens // block_size)
-    starts = np.cumsum(ids_per_row) - ids_per_row
-    if (needed == ids_per_row).all():
-        used = np.asarray(block_ids, dtype=np.uint32)
-    else:
-        index = np.arange(len(block_ids)) - np.repeat(starts, ids_per_row)
-        used = block_ids[index < np.repeat(needed, ids_per_row)]
-    firsts = np.cumsum(needed) - needed
-    lengths = np.full(len(used), block_size, np.int64)
-    lengths[firsts + needed - 1] = input_tokens - (needed - 1) * block_size
-
-    opens = np.empty(len(used), np.bool_)  # starts a segment: first of its row, or unlike its neighbour
-    opens[0] = True
-    np.not_equal(used[1:], used[:-1], out=opens[1:])
-    opens[firsts] = True
-    if not opens.all():
-        heads = np.flatnonzero(opens)
-        lengths = np.add.reduceat(lengths, heads)
-        used = used[heads]
-        before = np.concatenate(([0], np.cumsum(opens)))
-        offset, count = before[firsts], before[firsts + needed] - before[firsts]
-    else:
-        offset, count = firsts, needed
-    segments = np.zeros(len(used), SEGMENT)
-    segments["start"] = used
-    segments["length"] = lengths
-    assert len(offset) == n
-    return segments, offset, count
-
-
 def plan_outputs(
     output_tokens: npt.NDArray[np.int64], authored: Mapping[int, Sequence[int] | npt.NDArray[np.uint32]]
-) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+) -> tuple[Any, npt.NDArray[np.int64]]:
     """Planned output ids of a trace: authored ones, else draws in row order (spec/replay.md 3.2).
 
     Parameters
@@ -357,15 +389,15 @@ def plan_outputs(
 
     Returns
     -------
-    planned : ndarray of uint32, shape (output_tokens.sum(),)
+    planned : ndarray of uint32, shape (output_tokens.sum(),), or DrawnPlan
     offset : ndarray of int64, shape (n,)
     """
     offset = np.cumsum(output_tokens) - output_tokens
     total = int(output_tokens.sum())
     given = sum(int(output_tokens[row]) for row in authored)
-    draws = content.planned_tokens(PLAN_SEED, total - given)
     if not authored:
-        return draws, offset
+        return DrawnPlan(PLAN_SEED, total), offset
+    draws = content.planned_tokens(PLAN_SEED, total - given)
     drawn = np.ones(len(output_tokens), np.bool_)
     drawn[list(authored)] = False
     planned = np.empty(total, np.uint32)

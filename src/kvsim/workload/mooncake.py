@@ -18,8 +18,10 @@ import itertools
 import math
 import os
 import zlib
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,7 +29,7 @@ import numpy.typing as npt
 
 from kvsim._core import content
 from kvsim.errors import WorkloadError
-from kvsim.workload.base import MAX_TOKENS, Workload, block_segments, new_specs, plan_outputs
+from kvsim.workload.base import MAX_TOKENS, NumberedNames, Workload, new_specs, plan_outputs
 
 __all__ = ["DEFAULT_BLOCK_SIZE", "read_mooncake"]
 
@@ -36,8 +38,7 @@ DEFAULT_BLOCK_SIZE = 512
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _UTF8_BOM = b"\xef\xbb\xbf"
-#: What a blank line looks like after the end of the line before.
-_BLANK_STARTS = (b"\n\n", b"\n\r", b"\n ", b"\n\t")
+_NEWLINE, _OPEN, _CLOSE = b"\n{}"
 _I32 = 1 << 31
 _U32 = 1 << 32
 _U64 = 1 << 64
@@ -49,9 +50,12 @@ _T = TypeVar("_T")
 
 
 class _Row(msgspec.Struct, gc=False):
-    """One line. Keys that are not here are ignored, in strict mode refused."""
+    """One line. Keys that are not here are ignored, in strict mode refused.
 
-    hash_ids: list[int] | None = None
+    The ids stay text, which `content.parse_id_lists` reads for all rows at once.
+    """
+
+    hash_ids: msgspec.Raw = msgspec.Raw()
     input_length: int | None = None
     input_tokens: int | None = None
     output_length: int | None = None
@@ -71,8 +75,25 @@ class _Row(msgspec.Struct, gc=False):
     dependencies: Any = None
 
 
+class _Plain(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    """One line with the keys of the public traces and no other."""
+
+    hash_ids: msgspec.Raw
+    input_length: int
+    output_length: int
+    timestamp: float
+
+
+class _Line(_Row, gc=False):
+    """One line with its ids, for files that need a look at each line."""
+
+    hash_ids: list[int] | None = None  # type: ignore[assignment]
+
+
 _KEYS = tuple(_Row.__struct_fields__[:-2])
+_PLAIN_DECODER = msgspec.json.Decoder(_Plain)
 _DECODER = msgspec.json.Decoder(_Row)
+_LINE_DECODER = msgspec.json.Decoder(_Line)
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -113,8 +134,8 @@ def read_mooncake(
         allowed = f"must be an int with 1 <= block_size <= {MAX_TOKENS}"
         raise WorkloadError(f"{allowed}, got {block_size!r}", field="block_size")
     source = os.fspath(path)
-    lines, rows = _decode(read_bytes(source), source)
-    return _Builder(source, block_size, delta, strict).build(lines, rows)
+    table = _read_table(read_bytes(source), source)
+    return _Builder(source, block_size, delta, strict).build(table)
 
 
 def read_bytes(path: str) -> bytes:
@@ -137,27 +158,68 @@ def read_bytes(path: str) -> bytes:
     return data.removeprefix(_UTF8_BOM)
 
 
-def _decode(data: bytes, path: str) -> tuple[list[int], list[_Row]]:
-    """Line numbers and rows of all lines that are not blank."""
-    try:
-        rows = _DECODER.decode_lines(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        rows = []
-    lines_in_file = data.count(b"\n") + (not data.endswith(b"\n"))
-    # Without blank lines, as many rows as lines means one row in each.
-    if len(rows) == lines_in_file and data[:1] == b"{" and not any(blank in data for blank in _BLANK_STARTS):
-        return list(range(1, len(rows) + 1)), rows
-    # Blank lines, a bad line or two rows in one: find out which is where.
-    lines, rows = [], []
+class _Table(NamedTuple):
+    """Rows of a file, and their ids in one array."""
+
+    #: 1-based number of the line of each row.
+    lines: Sequence[int]
+    #: `_Plain`, `_Row` or `_Line`.
+    rows: Sequence[Any]
+    #: All ids in file order; None where some id is no 64-bit one.
+    ids: npt.NDArray[np.uint64] | None
+    ids_per_row: npt.NDArray[np.int64]
+
+
+def _read_table(data: bytes, path: str) -> _Table:
+    """Decode all lines that are not blank."""
+    num_lines = _lines_of_objects(data)
+    if num_lines:
+        rows = _decode_rows(data)
+        # As many objects as lines, each line beginning and ending as one: one in each.
+        if rows and len(rows) == num_lines:
+            found = content.parse_id_lists(b"".join([row.hash_ids for row in rows]), len(rows))
+            if found is not None:
+                return _Table(range(1, len(rows) + 1), rows, *found)
+    # Blank lines, a bad line, two rows in one, unusual ids: find out which is where.
+    lines, listed = [], []
     for line, text in enumerate(data.split(b"\n"), 1):
         if not text or text.isspace():
             continue
         try:
-            rows.append(_DECODER.decode(text))
+            listed.append(_LINE_DECODER.decode(text))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise _bad_line(error, path, line) from error
         lines.append(line)
-    return lines, rows
+    counts = np.array([len(row.hash_ids or ()) for row in listed], np.int64)
+    try:
+        every = itertools.chain.from_iterable(row.hash_ids or () for row in listed)
+        ids = np.fromiter(every, np.uint64, int(counts.sum()))
+    except OverflowError:
+        ids = None
+    return _Table(lines, listed, ids, counts)
+
+
+def _decode_rows(data: bytes) -> list[Any]:
+    """All rows, as `_Plain` if they are; none if some row is not well-formed."""
+    for decoder in (_PLAIN_DECODER, _DECODER):
+        try:
+            return decoder.decode_lines(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            continue
+    return []
+
+
+def _lines_of_objects(data: bytes) -> int:
+    """Number of lines, if each of them begins and ends with a brace; else 0.
+
+    Between two braces such as ``}`` and ``{`` a line can end only behind one row and before the next.
+    """
+    text = np.frombuffer(data, np.uint8)
+    ends = np.flatnonzero(text[:-1] == _NEWLINE)
+    if not len(text) or text[0] != _OPEN or (len(ends) and ends[0] == 0):
+        return 0
+    apart = (text[ends - 1] == _CLOSE).all() and (text[ends + 1] == _OPEN).all()
+    return len(ends) + 1 if apart else 0
 
 
 def _bad_line(error: Exception, path: str, line: int) -> WorkloadError:
@@ -169,6 +231,36 @@ def _bad_line(error: Exception, path: str, line: int) -> WorkloadError:
     return WorkloadError(f"is not JSON: {message}", path=path, line=line)
 
 
+def _think_times(
+    stamp: npt.NDArray[np.float64],
+    delay: npt.NDArray[np.float64],
+    first: npt.NDArray[np.bool_],
+    start: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.float64], bool]:
+    """Think times of rows in order of sessions, and whether all of them are allowed.
+
+    Parameters
+    ----------
+    stamp, delay : ndarray
+        Milliseconds, nan where not given. Without a delay the think time is what lies between the stamp and the newest
+        one of the earlier turns.
+    first : ndarray
+        Whether a row begins a session.
+    start : ndarray
+        First row of the session of each.
+    """
+    given = np.where(np.isnan(delay), 0.0, delay)
+    if first.all():
+        return given, not given.any()
+    stamped = ~np.isnan(stamp)
+    newest = np.maximum.accumulate(np.where(stamped, np.arange(len(stamp)), -1))
+    before = np.concatenate(([-1], newest[:-1]))
+    gap = stamp - stamp[np.maximum(before, 0)]
+    derived = ~first & np.isnan(delay) & stamped
+    good = not given[first].any() and bool((before >= start)[derived].all() and (gap[derived] >= 0).all())
+    return np.where(derived, gap, given), good
+
+
 class _Builder:
     """Checks decoded rows and lays them out."""
 
@@ -178,102 +270,201 @@ class _Builder:
     def error(self, line: int, field: str | None, message: str) -> WorkloadError:
         return WorkloadError(message, path=self.path, line=line, field=field)
 
-    def build(self, lines: list[int], rows: list[_Row]) -> Workload:
+    def build(self, table: _Table) -> Workload:
+        lines, rows, n = table.lines, table.rows, len(table.rows)
         if not rows:
             raise WorkloadError("has no requests, at least one is required", path=self.path)
         if self.strict:
             self.check_keys(lines)
-        n, clamped = len(rows), 0
-        inputs, outputs, ids_per_row = [0] * n, [0] * n, [0] * n
-        session, turn, arrival, delay = [0] * n, [0] * n, [math.nan] * n, [0.0] * n
-        authored: dict[int, list[int]] = {}
-        priority, strict_priority = [0] * n, [0] * n
-        numbers: dict[str, int] = {}  # session name -> number
-        turns: list[int] = []  # per session: turns so far
-        clocks: list[float | None] = []  # per session: newest timestamp
-        for i, (line, row) in enumerate(zip(lines, rows, strict=True)):
-            if row.wait_for is not None or row.dependencies is not None:
-                raise self.error(
-                    line, None, "carries dependencies of format agentic_mooncake, which is not supported as mooncake"
-                )
-            ids_per_row[i], inputs[i], cut = self.lengths(line, row)
-            clamped += cut
-            outputs[i] = self.output_length(line, row)
-            if row.output_token_ids is not None:
-                authored[i] = self.authored(line, row.output_token_ids, outputs[i])
-            priority[i] = self.whole(line, "priority", row.priority, -_I32, _I32 - 1)
-            strict_priority[i] = self.whole(line, "strict_priority", row.strict_priority, 0, _U32 - 1)
-            stamp = self.time(line, "timestamp", self.either(line, "timestamp", row.timestamp, row.created_time))
-            think = self.time(line, "delay", self.either(line, "delay", row.delay, row.delay_ms))
-
-            name = f"request_{line}" if row.session_id is None else row.session_id
-            number = numbers.setdefault(name, len(turns))
-            session[i] = number
-            if number == len(turns):
-                if think:
-                    raise self.error(line, "delay", f"must be 0 for the first turn of session {name!r}, got {think:g}")
-                turns.append(1)
-                clocks.append(stamp)
-                arrival[i] = 0.0 if stamp is None else stamp
-                continue
-            turn[i] = turns[number]
-            turns[number] += 1
-            before = clocks[number]
-            if think is None and stamp is not None:
-                if before is None:
-                    raise self.error(
-                        line, "timestamp", f"needs an earlier timestamp in session {name!r}, or give delay instead"
-                    )
-                think = stamp - before
-                if think < 0:
-                    raise self.error(
-                        line,
-                        "timestamp",
-                        f"must not be before the previous one of its session, {before:g}, got {stamp:g}",
-                    )
-            delay[i] = think or 0.0
-            if stamp is not None:
-                clocks[number] = stamp
-
-        raw = self.hash_ids(lines, rows, sum(ids_per_row))
-        input_tokens, id_counts = np.array(inputs, np.int64), np.array(ids_per_row, np.int64)
+        capacity = table.ids_per_row * self.block_size
+        columns = [
+            self.column(rows, np.int64, "input_length", "input_tokens", absent=capacity),
+            self.column(rows, np.int64, "output_length", "output_tokens"),
+            self.column(rows, np.int64, "priority", absent=0),
+            self.column(rows, np.int64, "strict_priority", absent=0),
+            self.column(rows, np.float64, "timestamp", "created_time", absent=math.nan),
+            self.column(rows, np.float64, "delay", "delay_ms", absent=math.nan),
+        ]
+        inputs, outputs, priority, strict_priority, stamp, delay = columns
+        authored = {}
+        if not self.lacks(rows, "output_token_ids"):
+            authored = {i: ids for i, ids in enumerate(self.values(rows, "output_token_ids")) if ids is not None}
+        session, session_names = self.sessions(lines, rows)
+        # Rows in order of sessions; `first` and so on are columns in this order.
+        order = np.arange(n) if len(session_names) == n else np.argsort(session, kind="stable")
+        session = session[order]
+        first = np.ones(n, np.bool_)
+        np.not_equal(session[1:], session[:-1], out=first[1:])
+        if any(column is None for column in columns) or not self.is_good(columns, table, authored):
+            self.explain(table)
+        raw = table.ids
+        assert inputs is not None
+        assert outputs is not None
+        assert priority is not None
+        assert strict_priority is not None
+        assert stamp is not None
+        assert delay is not None
+        assert raw is not None
+        index = np.arange(n)
+        start = np.maximum.accumulate(np.where(first, index, 0))
+        turn = index - start
+        stamp, delay = stamp[order], delay[order]
+        think, good = _think_times(stamp, delay, first, start)
+        if not good:
+            self.explain(table)
+        clamped = int(np.count_nonzero(inputs > capacity))
+        inputs = np.minimum(inputs, capacity)
         if self.strict:
-            self.check_fill(lines, raw, id_counts, input_tokens)
-            self.check_times(lines, rows, turn)
-        segments, offset, count = block_segments(content.intern_ids(raw), id_counts, input_tokens, self.block_size)
-
-        session_numbers = np.array(session, np.int32)
-        order = np.argsort(session_numbers, kind="stable")
+            self.check_fill(lines, raw, table.ids_per_row, inputs)
+            in_file = np.empty(n, np.int64)
+            in_file[order] = turn
+            self.check_times(lines, rows, in_file.tolist())
+        segments, offset, count = content.block_segments(
+            content.intern_ids(raw), table.ids_per_row, inputs, self.block_size
+        )
         specs = new_specs(n)
-        specs["arrival_ms"] = np.array(arrival)[order]
-        specs["input_tokens"] = input_tokens[order]
-        specs["max_output_tokens"] = np.array(outputs, np.int64)[order]
+        specs["arrival_ms"] = np.where(first, np.where(np.isnan(stamp), 0.0, stamp), math.nan)
+        specs["input_tokens"] = inputs[order]
+        specs["max_output_tokens"] = outputs[order]
         specs["prompt_offset"] = offset[order]
         specs["prompt_count"] = count[order]
-        specs["session"] = session_numbers[order]
-        specs["turn"] = np.array(turn, np.int32)[order]
-        specs["priority"] = np.array(priority, np.float64)[order]
-        specs["strict_priority"] = np.array(strict_priority, np.int64)[order]
+        specs["session"] = session
+        specs["turn"] = turn
+        specs["priority"] = priority[order]
+        specs["strict_priority"] = strict_priority[order]
         if authored:
             rank = np.empty(n, np.int64)
-            rank[order] = np.arange(n)
+            rank[order] = index
             authored = {int(rank[i]): ids for i, ids in authored.items()}
-        planned, specs["planned_offset"] = plan_outputs(specs["max_output_tokens"].copy(), authored)
+        planned, specs["planned_offset"] = plan_outputs(outputs[order], authored)
         return Workload(
             specs=specs,
             segments=segments,
             tokens=np.empty(0, np.uint32),
             planned=planned,
-            delay_ms=np.array(delay)[order],
-            first_turn=specs["turn"] == 0,
+            delay_ms=think,
+            first_turn=first,
             request_names=self.request_names(lines, rows, order),
-            session_names=list(numbers),
+            session_names=session_names,
             cumulative=self.delta,
             rebase_arrivals=True,
             clamped_rows=clamped,
             block_size=self.block_size,
             source=self.path,
         )
+
+    def values(self, rows: Sequence[Any], key: str) -> list[Any]:
+        """Values of one key, None where a row does not have it."""
+        if key not in rows[0].__struct_fields__:
+            return [None] * len(rows)
+        return list(map(attrgetter(key), rows))
+
+    def lacks(self, rows: Sequence[Any], key: str) -> bool:
+        """Whether no row has the key."""
+        return key not in rows[0].__struct_fields__ or self.values(rows, key).count(None) == len(rows)
+
+    def column(
+        self,
+        rows: Sequence[Any],
+        kind: type[np.int64] | type[np.float64],
+        key: str,
+        alias: str | None = None,
+        absent: float | npt.NDArray[np.int64] | None = None,
+    ) -> npt.NDArray[Any] | None:
+        """Values of a key or its alias; None if a row has both, lacks it and may not, or has one that does not fit."""
+        if key not in rows[0].__struct_fields__ and absent is not None:
+            return np.full(len(rows), absent, kind)
+        values = self.values(rows, key)
+        if alias is not None and not self.lacks(rows, alias):
+            others = self.values(rows, alias)
+            if any(a is not None and b is not None for a, b in zip(values, others, strict=True)):
+                return None
+            values = [b if a is None else a for a, b in zip(values, others, strict=True)]
+        if None in values:
+            if absent is None:
+                return None
+            instead = np.broadcast_to(np.asarray(absent, kind), len(values)).tolist()
+            values = [b if a is None else a for a, b in zip(values, instead, strict=True)]
+        try:
+            return np.array(values, kind)
+        except OverflowError:
+            return None
+
+    def sessions(self, lines: Sequence[int], rows: Sequence[Any]) -> tuple[npt.NDArray[np.int32], Sequence[str]]:
+        """Number of the session of each row, and the names of the sessions."""
+        if isinstance(lines, range) and self.lacks(rows, "session_id"):
+            return np.arange(len(rows), dtype=np.int32), NumberedNames("request_", lines[0], len(lines))
+        given = self.values(rows, "session_id")
+        numbers: dict[str, int] = {}
+        session = [
+            numbers.setdefault(f"request_{line}" if name is None else name, len(numbers))
+            for line, name in zip(lines, given, strict=True)
+        ]
+        return np.array(session, np.int32), list(numbers)
+
+    def is_good(
+        self, columns: Sequence[npt.NDArray[Any] | None], table: _Table, authored: Mapping[int, list[int]]
+    ) -> bool:
+        """Whether each row is allowed, looked at alone."""
+        inputs, outputs, priority, strict_priority, stamp, delay = (np.asarray(column) for column in columns)
+        return bool(
+            table.ids is not None
+            and (table.ids_per_row > 0).all()
+            and ((inputs > 0) & (inputs <= MAX_TOKENS)).all()
+            and not (self.strict and (-(-inputs // self.block_size) != table.ids_per_row).any())
+            and ((outputs >= 0) & (outputs <= MAX_TOKENS)).all()
+            and ((priority >= -_I32) & (priority < _I32)).all()
+            and ((strict_priority >= 0) & (strict_priority < _U32)).all()
+            and (np.isnan(stamp) | ((stamp >= 0) & (stamp < math.inf))).all()
+            and (np.isnan(delay) | ((delay >= 0) & (delay < math.inf))).all()
+            and all(len(ids) == outputs[i] and all(0 <= k < _U32 for k in ids) for i, ids in authored.items())
+            and self.lacks(table.rows, "wait_for")
+            and self.lacks(table.rows, "dependencies")
+        )
+
+    def explain(self, table: _Table) -> NoReturn:
+        """Raise the error of the first row that has one; a look at each row, with all its values."""
+        clocks: dict[str, float | None] = {}  # per session: newest timestamp
+        for i, (line, row) in enumerate(zip(table.lines, table.rows, strict=True)):
+            if isinstance(row, _Plain):
+                row = _Row(**{name: getattr(row, name) for name in _Plain.__struct_fields__})
+            if row.wait_for is not None or row.dependencies is not None:
+                raise self.error(
+                    line, None, "carries dependencies of format agentic_mooncake, which is not supported as mooncake"
+                )
+            self.check_lengths(line, row, int(table.ids_per_row[i]))
+            outputs = self.output_length(line, row)
+            if row.output_token_ids is not None:
+                self.check_authored(line, row.output_token_ids, outputs)
+            self.check_whole(line, "priority", row.priority, -_I32, _I32 - 1)
+            self.check_whole(line, "strict_priority", row.strict_priority, 0, _U32 - 1)
+            stamp = self.time(line, "timestamp", self.either(line, "timestamp", row.timestamp, row.created_time))
+            think = self.time(line, "delay", self.either(line, "delay", row.delay, row.delay_ms))
+            name = f"request_{line}" if row.session_id is None else row.session_id
+            if name not in clocks:
+                if think:
+                    raise self.error(line, "delay", f"must be 0 for the first turn of session {name!r}, got {think:g}")
+                clocks[name] = stamp
+                continue
+            before = clocks[name]
+            if think is None and stamp is not None:
+                if before is None:
+                    raise self.error(
+                        line, "timestamp", f"needs an earlier timestamp in session {name!r}, or give delay instead"
+                    )
+                if stamp < before:
+                    raise self.error(
+                        line,
+                        "timestamp",
+                        f"must not be before the previous one of its session, {before:g}, got {stamp:g}",
+                    )
+            if stamp is not None:
+                clocks[name] = stamp
+        for line, row in zip(table.lines, table.rows, strict=True) if table.ids is None else ():
+            for value in row.hash_ids:
+                if not 0 <= value < _U64:
+                    raise self.error(line, "hash_ids", f"must lie in 0 <= id < 2**64, got {value}")
+        raise AssertionError(f"{self.path}: refused, but no row has an error")
 
     def either(self, line: int, key: str, value: _T | None, alias_value: _T | None) -> _T | None:
         """Take the value of a key or of its alias; both is an error."""
@@ -294,27 +485,23 @@ class _Builder:
         hint = f", did you mean {close[0]!r}?" if close else ""
         return self.error(line, key, f"is required{hint}")
 
-    def lengths(self, line: int, row: _Row) -> tuple[int, int, bool]:
-        """Count hash ids and prompt tokens, and say whether the tokens were cut."""
-        ids = row.hash_ids
-        if ids is None:
+    def check_lengths(self, line: int, row: _Row | _Line, num_ids: int) -> None:
+        if row.hash_ids is None:
             raise self.missing(line, "hash_ids")
-        if not ids:
+        if not num_ids:
             raise self.error(line, "hash_ids", "must have at least one id, got []")
-        capacity = len(ids) * self.block_size
         length = self.either(line, "input_length", row.input_length, row.input_tokens)
         if length is None:
-            length = capacity
+            return
         if not 0 < length <= MAX_TOKENS:
             raise self.error(line, "input_length", f"must be positive and at most {MAX_TOKENS}, got {length}")
-        if self.strict and -(-length // self.block_size) != len(ids):
+        if self.strict and -(-length // self.block_size) != num_ids:
             raise self.error(
                 line,
                 "input_length",
                 f"{length} tokens need {-(-length // self.block_size)} hash ids of {self.block_size} tokens, "
-                f"got {len(ids)} hash_ids (capacity {capacity})",
+                f"got {num_ids} hash_ids (capacity {num_ids * self.block_size})",
             )
-        return len(ids), min(length, capacity), length > capacity
 
     def output_length(self, line: int, row: _Row) -> int:
         length = self.either(line, "output_length", row.output_length, row.output_tokens)
@@ -324,46 +511,30 @@ class _Builder:
             raise self.error(line, "output_length", f"must lie in 0 <= output_length <= {MAX_TOKENS}, got {length}")
         return length
 
-    def whole(self, line: int, field: str, value: int | None, low: int, high: int) -> int:
-        """An int that may be missing, then 0."""
-        if value is None:
-            return 0
-        if not low <= value <= high:
+    def check_whole(self, line: int, field: str, value: int | None, low: int, high: int) -> None:
+        if value is not None and not low <= value <= high:
             raise self.error(line, field, f"must lie in {low} <= {field} <= {high}, got {value}")
-        return value
 
-    def authored(self, line: int, ids: list[int], length: int) -> list[int]:
+    def check_authored(self, line: int, ids: list[int], length: int) -> None:
         if len(ids) != length:
             raise self.error(line, "output_token_ids", f"must have output_length = {length} entries, got {len(ids)}")
         for value in ids:
             if not 0 <= value < _U32:
                 raise self.error(line, "output_token_ids", f"must lie in 0 <= id < 2**32, got {value}")
-        return ids
 
     def time(self, line: int, key: str, value: float | None) -> float | None:
         if value is not None and not 0 <= value < math.inf:
             raise self.error(line, key, f"must be finite and >= 0 ms, got {value:g}")
         return value
 
-    def hash_ids(self, lines: list[int], rows: list[_Row], total: int) -> npt.NDArray[np.uint64]:
-        """All hash ids in file order, checked to be 64-bit."""
-        lists: list[list[int]] = [row.hash_ids or [] for row in rows]
-        try:
-            return np.fromiter(itertools.chain.from_iterable(lists), np.uint64, total)
-        except OverflowError:
-            for line, ids in zip(lines, lists, strict=True):
-                for value in ids:
-                    if not 0 <= value < _U64:
-                        raise self.error(line, "hash_ids", f"must lie in 0 <= id < 2**64, got {value}") from None
-            raise
-
-    def request_names(self, lines: list[int], rows: list[_Row], order: npt.NDArray[Any]) -> list[str] | None:
+    def request_names(self, lines: Sequence[int], rows: Sequence[Any], order: npt.NDArray[Any]) -> list[str] | None:
         """Names of the rows if any row has a `request_id`; they must be unique."""
-        if all(row.request_id is None for row in rows):
+        if self.lacks(rows, "request_id"):
             return None
+        given = self.values(rows, "request_id")
         names: dict[str, int] = {}
-        for line, row in zip(lines, rows, strict=True):
-            name = f"request_{line}" if row.request_id is None else row.request_id
+        for line, value in zip(lines, given, strict=True):
+            name = f"request_{line}" if value is None else value
             if name in names:
                 raise self.error(line, "request_id", f"must be unique, {name!r} is also on line {names[name]}")
             names[name] = line
@@ -372,7 +543,7 @@ class _Builder:
 
     # ------------------------------------------------------------ strict mode
 
-    def check_keys(self, lines: list[int]) -> None:
+    def check_keys(self, lines: Sequence[int]) -> None:
         texts = read_bytes(self.path).split(b"\n")
         for line in lines:
             for key in _OBJECT.decode(texts[line - 1]):
@@ -383,7 +554,7 @@ class _Builder:
 
     def check_fill(
         self,
-        lines: list[int],
+        lines: Sequence[int],
         ids: npt.NDArray[np.uint64],
         counts: npt.NDArray[np.int64],
         inputs: npt.NDArray[np.int64],
@@ -404,13 +575,14 @@ class _Builder:
                 "one id must always stand for the same tokens",
             )
 
-    def check_times(self, lines: list[int], rows: list[_Row], turn: list[int]) -> None:
+    def check_times(self, lines: Sequence[int], rows: Sequence[Any], turn: list[int]) -> None:
         newest: tuple[float, int] | None = None
         without: int | None = None
         for line, row, k in zip(lines, rows, turn, strict=True):
             if k:
                 continue
-            stamp = row.timestamp if row.created_time is None else row.created_time
+            stamp = getattr(row, "created_time", None)
+            stamp = row.timestamp if stamp is None else stamp
             if stamp is None:
                 without = line if without is None else without
             elif newest is not None and stamp < newest[0]:

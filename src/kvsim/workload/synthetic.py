@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -18,7 +20,7 @@ import numpy.typing as npt
 from kvsim._core import content
 from kvsim.errors import ConfigError
 from kvsim.layout import SEGMENT
-from kvsim.workload.base import MAX_TOKENS, Workload, block_segments, new_specs, plan_outputs
+from kvsim.workload.base import MAX_TOKENS, NumberedNames, Workload, new_specs, plan_outputs
 from kvsim.workload.requests import CONTENT_STRIDE
 
 __all__ = ["arrival_times", "flat_workload", "session_workload", "think_times"]
@@ -26,6 +28,7 @@ __all__ = ["arrival_times", "flat_workload", "session_workload", "think_times"]
 ArrivalProcess: TypeAlias = Literal["burst", "constant", "poisson", "gamma"]
 DelayProcess: TypeAlias = Literal["none", "constant", "exponential"]
 Stream: TypeAlias = Literal["pcg64", "chacha12"]
+_Rng: TypeAlias = "Callable[[], np.random.Generator]"
 
 #: Seed of the peer's content generator; its arrivals have a seed of their own.
 _PEER_CONTENT_SEED = 0
@@ -152,11 +155,11 @@ def think_times(process: DelayProcess, count: int, *, mean_ms: float = 0.0, seed
     raise ConfigError("process", f"must be one of none, constant, exponential, got {process!r}")
 
 
-def _lengths(mean: int, stddev: float, shape: tuple[int, int], rng: np.random.Generator) -> npt.NDArray[np.int64]:
+def _lengths(mean: int, stddev: float, shape: tuple[int, int], rng: _Rng) -> npt.NDArray[np.int64]:
     """Draw normal lengths, rounded, at least 1."""
     if stddev == 0:
         return np.full(shape, mean, np.int64)
-    return np.clip(np.rint(rng.normal(mean, stddev, shape)), 1, MAX_TOKENS).astype(np.int64)
+    return np.clip(np.rint(rng().normal(mean, stddev, shape)), 1, MAX_TOKENS).astype(np.int64)
 
 
 def session_workload(
@@ -238,7 +241,8 @@ def session_workload(
     if stream != "pcg64" and (input_stddev or output_stddev or delay_process == "exponential"):
         raise ConfigError("stream", f"must be pcg64 for spread lengths or delays, got {stream!r}")
 
-    rng = _rng(seed)
+    # Made with the first draw: the module behind it takes longer to import than many a run.
+    rng = partial(cache(_rng), seed)
     shape = (sessions, turns)
     ratio = shared_prefix_ratio if prefix_groups > 0 else 0.0
     groups = np.zeros(sessions, np.int64)
@@ -254,24 +258,24 @@ def session_workload(
         )
     n = sessions * turns
     delays = np.zeros(shape)
-    delays[:, 1:] = think_times(
-        delay_process, sessions * (turns - 1), mean_ms=delay_ms, seed=int(rng.integers(2**63))
-    ).reshape(sessions, turns - 1)
+    delay_seed = int(rng().integers(2**63)) if delay_process == "exponential" else 0
+    delays[:, 1:] = think_times(delay_process, sessions * (turns - 1), mean_ms=delay_ms, seed=delay_seed).reshape(
+        sessions, turns - 1
+    )
 
     blocks = -(-inputs // block_size)
     shared = np.minimum(blocks, np.floor(blocks * ratio + 0.5).astype(np.int64))  # halves are rounded up
     cached = cached_prefix_tokens // block_size
     shared = np.maximum(shared, cached)
-    index = np.arange(int(blocks.sum())) - np.repeat(np.cumsum(blocks) - blocks, blocks)
-    is_shared = index < np.repeat(shared, blocks)
-    if is_shared.any():
+    ids = None  # all fresh
+    if shared.any():
+        index = np.arange(int(blocks.sum())) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+        is_shared = index < np.repeat(shared, blocks)
         raw = np.cumsum(~is_shared).astype(np.uint64)
         row_group = np.where(index < cached, 0, np.repeat(np.repeat(groups, turns), blocks))  # group 0: shared by all
         raw[is_shared] = np.uint64(_SHARED) | (row_group << 32 | index).astype(np.uint64)[is_shared]
         ids = content.intern_ids(raw)
-    else:
-        ids = np.arange(len(index), dtype=np.uint32)
-    segments, offset, count = block_segments(ids, blocks, inputs, block_size)
+    segments, offset, count = content.block_segments(ids, blocks, inputs, block_size)
 
     specs = new_specs(n)
     first_turn = np.tile(np.arange(turns) == 0, sessions)
@@ -293,16 +297,16 @@ def session_workload(
         planned=planned,
         delay_ms=delays.ravel(),
         first_turn=first_turn,
-        session_names=[f"session_{i}" for i in range(sessions)],
+        session_names=NumberedNames("session_", 0, sessions),
         cumulative=True,
         block_size=block_size,
         source=source,
     )
 
 
-def _groups(sessions: int, groups: int, rng: np.random.Generator, stream: Stream) -> npt.NDArray[np.int64]:
+def _groups(sessions: int, groups: int, rng: _Rng, stream: Stream) -> npt.NDArray[np.int64]:
     if stream == "pcg64":
-        return rng.integers(groups, size=sessions)
+        return rng().integers(groups, size=sessions)
     words = content.planned_tokens(_PEER_CONTENT_SEED, sessions).astype(np.uint64)
     return np.asarray(words * np.uint64(groups) >> np.uint64(32), np.int64)
 
