@@ -39,6 +39,7 @@ from kvsim.config import (
     EngineConfig,
     ExternalTiming,
     FixedTiming,
+    KvbmTiers,
     NativeHostOffload,
     NpzTiming,
     SglangConfig,
@@ -68,6 +69,7 @@ _GROUPS: dict[str, frozenset[str]] = {
     "sglang": frozenset(SglangConfig.__struct_fields__),
     "trtllm": frozenset(TrtllmConfig.__struct_fields__),
     "native_host_offload": frozenset(NativeHostOffload.__struct_fields__),
+    "kvbm_tiers": frozenset(KvbmTiers.__struct_fields__),
     "timing_model": frozenset(
         ("type", *(name for kind in (FixedTiming, NpzTiming, ExternalTiming) for name in kind.__struct_fields__))
     ),
