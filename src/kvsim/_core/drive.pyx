@@ -1396,6 +1396,9 @@ cdef class Fleet:
             return -INFINITY
         if self.feed_at < self.feed_count and self.feed_cap == 0 and self.feed_times[self.feed_at] < next_ms:
             next_ms = self.feed_times[self.feed_at]
+        if self.feed_at < self.feed_count and self.in_flight < self.feed_cap:
+            # Something ended at this instant, in a pass without duration; its successor enters behind this pass.
+            return -INFINITY
         if self.led or self.note_ends or self.note_firsts or self.feed_cap > 0:
             # What ends elsewhere may send something here.
             if self.todo_count > 0:
