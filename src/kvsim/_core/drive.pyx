@@ -1405,6 +1405,8 @@ cdef class Fleet:
                 return -INFINITY
             if self.heap_count > 0 and self.workers[self.heap[0]].busy_until < next_ms:
                 next_ms = self.workers[self.heap[0]].busy_until
+            if self.has_host:
+                next_ms = min(next_ms, self.next_deadline())
         return next_ms
 
     cdef bint stretch(self, int64_t w, double now_ms) noexcept nogil:

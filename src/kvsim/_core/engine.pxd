@@ -8,8 +8,8 @@ from kvsim._core.handoff cimport (
 )
 from kvsim._core.host cimport host_boundary, host_deadline, host_work
 from kvsim._core.paged_pass cimport (
-    paged_activate, paged_cancel, paged_emit, paged_free, paged_land, paged_misfit, paged_open, paged_reserve, paged_schedule,
-    paged_settle, paged_stuck, paged_unblock,
+    paged_activate, paged_cancel, paged_emit, paged_free, paged_land, paged_misfit, paged_open, paged_quiet,
+    paged_reserve, paged_schedule, paged_settle, paged_stretch, paged_stuck, paged_unblock,
 )
 from kvsim._core.pool cimport pool_active
 from kvsim._core.radix_legacy cimport legacy_activate, legacy_emit, legacy_reserve, legacy_schedule, legacy_settle
@@ -197,16 +197,20 @@ cdef inline void engine_sync(rank_t* r) noexcept nogil:
         paged_land(r)
 
 
-cdef inline bint engine_quiet(const rank_t* r) noexcept nogil:
+cdef inline bint engine_quiet(rank_t* r) noexcept nogil:
     """Whether `engine_stretch` has something to do."""
-    return r.coast.count > 0 and r.config.engine == RADIX and radix_quiet(r)
+    if r.coast.count == 0:
+        return False
+    return radix_quiet(r) if r.config.engine == RADIX else paged_quiet(r)
 
 
 cdef inline int64_t engine_stretch(
     rank_t* r, double now_ms, double horizon_ms, double* ends, int64_t room
 ) noexcept nogil:
     """Whole passes of a quiet rank that begin before `horizon_ms`, at most `room`: their number, their ends in `ends`."""
-    return radix_stretch(r, now_ms, horizon_ms, ends, room)
+    if r.config.engine == RADIX:
+        return radix_stretch(r, now_ms, horizon_ms, ends, room)
+    return paged_stretch(r, now_ms, horizon_ms, ends, room)
 
 
 cdef inline int engine_schedule(rank_t* r, double now_ms) noexcept nogil:

@@ -18,3 +18,5 @@ cdef int64_t paged_reserve(rank_t* r, int32_t slot) noexcept nogil
 cdef void paged_activate(rank_t* r, int32_t slot) noexcept nogil
 cdef void paged_free(rank_t* r, int32_t slot) noexcept nogil
 cdef int paged_misfit(const rank_t* r, int64_t num_input, int64_t max_output, int64_t* needed) noexcept nogil
+cdef bint paged_quiet(rank_t* r) noexcept nogil
+cdef int64_t paged_stretch(rank_t* r, double now_ms, double horizon_ms, double* ends, int64_t room) noexcept nogil

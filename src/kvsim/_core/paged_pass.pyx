@@ -13,13 +13,13 @@ from kvsim._core.coast cimport (
 )
 from kvsim._core.handoff cimport materialised_leave, source_hold
 from kvsim._core.host cimport (
-    LOOKUP_DEFERRED, host_admitted, host_begin, host_candidate, host_drop, host_fence, host_headroom, host_load,
+    LOOKUP_DEFERRED, host_admitted, host_begin, host_candidate, host_deadline, host_drop, host_fence, host_headroom, host_load,
     host_lookup, host_observe, host_open, host_preempted, host_sleep, queue_leave,
 )
 from kvsim._core.lease cimport (
-    blocks_of, lease_close, lease_grow, lease_seal, lease_take, prefix_cost,
+    blocks_of, lease_close, lease_find, lease_grow, lease_seal, lease_take, prefix_cost,
 )
-from kvsim._core.metrics cimport moments_add, moments_undo
+from kvsim._core.metrics cimport moments_add, moments_undo, welford_add
 from kvsim._core.pool cimport pool_active, pool_make_room
 from kvsim._core.requests cimport (
     completion_blocks, row_open, row_release, running_append, running_delete, running_index, running_leave,
@@ -33,8 +33,9 @@ from kvsim._core.tiers cimport (
 )
 from kvsim._core.timing cimport timing_decode, timing_prefill
 from kvsim._core.types cimport (
-    ASK_VICTIM, BUDGET_TOO_SMALL, BY_SCORE, COMPLETED, CONNECTOR, CHECK, CROWDED, DECODE, DEPENDENT, MATERIALISED,
-    MODEL_LENGTH, NEWEST, NOT_ADMITTED, NO_REASON, NO_SLOT, OUTGREW_POOL, OUTGROWN, PARKED, PASS_FAILED, PASS_OK, POOL_TOO_SMALL,
+    ASK_VICTIM, BUDGET_TOO_SMALL, BY_SCORE, CALLABLE, CHECK, COMPLETED, CONNECTOR, CROWDED, DECODE, DEPENDENT, FIXED,
+    MATERIALISED, MODEL_LENGTH, NEWEST, NOT_ADMITTED, NO_REASON, NO_SLOT, OUTGREW_POOL, OUTGROWN, PARKED, PASS_FAILED,
+    PASS_OK, POOL_TOO_SMALL,
     PREEMPTED, PREFILL, REJECTED, RUNNING, SCORED, SIGNALLED, TO_COMPLETION, UNSTORED, WAITING, admission_t, coast_t, config_t,
     content_t, header_t, likely, pass_t, prefetch, pressure_t, rank_t, request_t, unlikely,
 )
@@ -404,14 +405,40 @@ cdef int64_t land_at(rank_t* r, int64_t index) noexcept nogil:
     return index
 
 
+cdef inline int64_t find_due(rank_t* r) noexcept nogil:
+    """Entries of `running` that are due in this pass, in `hits`: their number; their rows are on the way to the cache."""
+    cdef int64_t found = coast_due(r)
+    cdef int64_t k
+    for k in range(found):
+        prefetch(&r.requests[r.running[r.hits[k]]])
+    return found
+
+
+cdef inline bint serve(rank_t* r, int32_t slot) noexcept nogil:
+    """A coasting request, its row settled, gets the block it lacks, or one that is full becomes findable.
+
+    False, and nothing changed, if the pool has no block.
+    """
+    cdef request_t* q = &r.requests[slot]
+    cdef int64_t length = q.length
+    cdef int64_t owned = q.n_blocks
+    if length > q.capacity:
+        if not lease_grow(r, slot, length, 0):
+            return False
+        if unlikely(r.config.host):
+            host_fence(r, slot, owned)
+        q = &r.requests[slot]
+    if length >= q.next_seal:
+        lease_seal(r, slot, length - 1, length)
+    return True
+
+
 cdef int64_t coast_schedule(rank_t* r) noexcept nogil:
     """Schedule all who coast; returns the entry of `running` at which the ordinary scan goes on."""
     cdef pass_t* p = &r.p
     cdef coast_t* c = &r.coast
-    cdef request_t* q
     cdef int64_t found
     cdef int64_t length
-    cdef int64_t owned
     cdef int64_t k
     cdef int64_t i
     cdef int32_t slot
@@ -419,26 +446,15 @@ cdef int64_t coast_schedule(rank_t* r) noexcept nogil:
         paged_land(r)
         return 0
     if c.tick >= c.next_due:
-        found = coast_due(r)
-        for k in range(found):
-            prefetch(&r.requests[r.running[r.hits[k]]])
+        found = find_due(r)
         for k in range(found):
             i = r.hits[k]
             slot = r.running[i]
             length = settle_row(r, slot)
-            q = &r.requests[slot]
-            if length > q.capacity:
-                owned = q.n_blocks
-                if not lease_grow(r, slot, length, 0):
-                    return land_at(r, i)
-                if unlikely(r.config.host):
-                    host_fence(r, slot, owned)
-                q = &r.requests[slot]
-            if length >= q.next_seal:
-                lease_seal(r, slot, length - 1, length)
-                q = &r.requests[slot]
-            if length + 1 < q.limit:
-                coast_set_due(r, i, due_tick(r, q))
+            if not serve(r, slot):
+                return land_at(r, i)
+            if length + 1 < r.requests[slot].limit:
+                coast_set_due(r, i, due_tick(r, &r.requests[slot]))
                 continue
             step_row(r, slot)
             r.due[i] = NEVER
@@ -1100,6 +1116,168 @@ cdef void sweep(rank_t* r) noexcept nogil:
 cdef void paged_settle(rank_t* r) noexcept nogil:
     """Count the pass."""
     count_pass(r)
+
+
+# ---------------------------------------------------------------- many passes at once
+
+cdef bint paged_quiet(rank_t* r) noexcept nogil:
+    """Whether the next passes only give a token each to requests that all coast, as long as none of them ends.
+
+    A head that waits for room goes on waiting: blocks come back only when somebody ends, and those that are taken
+    or evicted meanwhile do not help it. What may help is the next block of its prefix, see `calls_head`.
+    """
+    cdef const header_t* h = r.header
+    cdef const config_t* c = r.config
+    cdef const request_t* q
+    cdef int64_t cached
+    cdef int64_t active
+    cdef int64_t needed
+    if (r.coast.count < h.num_running or r.coast.count == 0 or r.coast.count > c.budget
+            or c.timing == CALLABLE or c.worker == PREFILL):
+        return False
+    if h.num_pending > 0:
+        # Nobody enters before a destination without capacity but who came with a handoff.
+        return h.num_materialised == 0 and r.handoffs[h.pending_head].attempted == h.capacity_generation
+    if h.num_running >= c.max_running or h.num_waiting + h.num_connector == 0:
+        return True
+    if c.host or h.num_waiting == 0:
+        return False
+    q = &r.requests[h.waiting_head]
+    if q.flags & MATERIALISED or (c.max_model_len > 0 and q.num_input >= c.max_model_len):
+        return False
+    adjusted_cost(r, h.waiting_head, &cached, &active)
+    return gate(r, h.waiting_head, active, &needed) == WAIT
+
+
+cdef inline bint calls_head(rank_t* r, int32_t slot, uint64_t missing) noexcept nogil:
+    """Whether a request that is due in this pass completes the block whose hash is the first that the head misses."""
+    cdef const request_t* q = &r.requests[slot]
+    cdef int64_t length = q.length + (r.coast.tick - r.since[slot])
+    return length >= q.next_seal and r.contents[slot].hashes[length // r.config.block_size - 1] == missing
+
+
+cdef bint serve_due(rank_t* r, int32_t head) noexcept nogil:
+    """Serve who is due in this pass of a quiet rank; false, and nothing changed, if the pass needs a closer look.
+
+    It does if somebody ends, if the pool might run out, or if `head`, the first in the queue, might enter.
+    """
+    cdef int64_t found = find_due(r)
+    cdef int64_t k
+    cdef int32_t slot
+    cdef const request_t* q
+    cdef bint simple = found <= r.header.num_free + r.header.num_inactive
+    cdef bint watches = False
+    cdef uint64_t missing = 0
+    # Blocks of stores under way may come back late.
+    if unlikely(r.header.num_transfers > 0):
+        simple = False
+    if head != NO_SLOT and r.config.caching:
+        lease_find(r, head)
+        watches = r.num_found < r.requests[head].hashed
+        if watches:
+            missing = r.contents[head].hashes[r.num_found]
+    for k in range(found if simple else 0):
+        slot = r.running[r.hits[k]]
+        q = &r.requests[slot]
+        if (q.length + (r.coast.tick - r.since[slot]) + 1 >= q.limit
+                or (watches and calls_head(r, slot, missing))):
+            simple = False
+            break
+    if not simple:
+        # The pass finds them again.
+        r.coast.next_due = r.coast.tick
+        return False
+    for k in range(found):
+        slot = r.running[r.hits[k]]
+        settle_row(r, slot)
+        serve(r, slot)
+        coast_set_due(r, r.hits[k], due_tick(r, &r.requests[slot]))
+    return True
+
+
+cdef inline void show(rank_t* r, double at_ms) noexcept nogil:
+    """A pass has ended: stamp its events."""
+    cdef int64_t k = r.header.num_events - 1
+    while k >= 0 and r.events[k].at_ms < 0.0:
+        r.events[k].at_ms = at_ms
+        k -= 1
+
+
+cdef int64_t paged_stretch(rank_t* r, double now_ms, double horizon_ms, double* ends, int64_t room) noexcept nogil:
+    """Passes of a quiet rank, the first at `now_ms`, each of the others where one ends, before `horizon_ms`.
+
+    At most `room`; their ends go to `ends`. Stops before a pass that gives somebody the last token, has no
+    duration, or may find no block. Everything is as if each pass had been scheduled and emitted; how many it were.
+    """
+    cdef coast_t* c = &r.coast
+    cdef header_t* h = r.header
+    cdef pass_t* p = &r.p
+    cdef int64_t n = c.count
+    cdef int64_t done = 0
+    cdef int64_t more
+    cdef int32_t head = NO_SLOT
+    cdef bint served = True       # events may have been buffered that no pass has shown
+    cdef bint fresh = False       # ... up to the newest pass
+    cdef double decode_ms = 0.0
+    if h.num_running < r.config.max_running and h.num_pending == 0:
+        head = h.waiting_head
+    if h.num_transfers > 0 and host_deadline(r) < horizon_ms:
+        # One that is over is settled between two passes.
+        horizon_ms = host_deadline(r)
+        if r.host.prepared_head != NO_SLOT:
+            return 0
+    if c.tick >= MOST_TICKS:
+        return 0
+    while done < room and now_ms < horizon_ms:
+        if c.tick >= c.next_due:
+            if fresh:
+                show(r, now_ms)
+                fresh = False
+            if not serve_due(r, head):
+                break
+            h = r.header
+            served = True
+        more = c.next_due - c.tick
+        if more > room - done:
+            more = room - done
+        while more > 0 and now_ms < horizon_ms:
+            if fresh:
+                # Of the newest pass they are shown when it ends.
+                show(r, now_ms)
+                fresh = False
+            if r.config.timing != FIXED or done == 0:
+                timing_decode(r, n, pool_active(r) * r.config.block_size if r.config.decode_from_blocks else c.sum,
+                              c.sum // n, &decode_ms)
+            ends[done] = now_ms + decode_ms
+            if not ends[done] > now_ms:
+                # `serve_due` is not done twice: who was due is due later.
+                room = done
+                break
+            if done == 0:
+                pass_open(r, now_ms)
+            p.start_ms = now_ms
+            now_ms = ends[done]
+            welford_add(&h.duration_count, &h.duration_sum, &h.duration_mean, &h.duration_m2, now_ms - p.start_ms)
+            coast_step(r)
+            fresh = served
+            served = False
+            done += 1
+            more -= 1
+    if done == 0:
+        return 0
+    h.passes += done
+    h.effect_free = 0
+    p.budget -= n
+    p.scheduled = n
+    p.decode.count = n
+    p.decode.sum = c.sum - n
+    p.decode.squares = c.squares - 2 * p.decode.sum - n
+    p.coasting = n
+    p.visible = n
+    p.visible_requests = n
+    p.decode_ms = decode_ms
+    p.end_ms = now_ms
+    return done
 
 
 # ---------------------------------------------------------------- liveness
