@@ -386,6 +386,13 @@ HOST = np.dtype(
         ("blocks_used", "<i8"),  # bump pointer of the heap of transfer blocks
         ("num_events", "<i8"),  # observations not drained
         ("num_event_blocks", "<i8"),
+        ("stored_blocks", "<i8"),  # blocks that completed stores have brought
+        ("loaded_blocks", "<i8"),  # and completed loads
+        ("evicted_blocks", "<i8"),
+        ("device_hit_tokens", "<i8"),  # reused by first admissions, from the device
+        ("host_hit_tokens", "<i8"),  # and from the host
+        ("load_wait_ms", "<f8"),  # summed over requests: from the decision to load to the end of the load
+        ("fence_wait_ms", "<f8"),  # summed over passes: that the computation waited for stores
         ("store_tail_ms", "<f8"),  # when the last transfer of each lane ends
         ("load_tail_ms", "<f8"),
         ("lru_head", "<i4"),  # next victim

@@ -689,6 +689,7 @@ cdef int paged_schedule(rank_t* r, double now_ms) noexcept nogil:
     if p.num_ready > 0 and predict_decode(r) < 0:
         return PASS_FAILED
     if unlikely(p.not_before_ms > now_ms):
+        r.host.fence_wait_ms += p.not_before_ms - now_ms
         now_ms = p.not_before_ms
     p.end_ms = (now_ms + p.prefill_ms) + p.decode_ms
     return PASS_OK

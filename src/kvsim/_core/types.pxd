@@ -328,6 +328,13 @@ cdef struct host_t:  # host tier: its scalars; one row
     int64_t blocks_used           # bump pointer of the heap of transfer blocks
     int64_t num_events            # observations not drained
     int64_t num_event_blocks
+    int64_t stored_blocks         # blocks that completed stores have brought
+    int64_t loaded_blocks         # and completed loads
+    int64_t evicted_blocks
+    int64_t device_hit_tokens     # reused by first admissions, from the device
+    int64_t host_hit_tokens       # and from the host
+    double load_wait_ms           # summed over requests: from the decision to load to the end of the load
+    double fence_wait_ms          # summed over passes: that the computation waited for stores
     double store_tail_ms          # when the last transfer of each lane ends
     double load_tail_ms
     int32_t lru_head              # next victim

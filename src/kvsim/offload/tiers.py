@@ -1,10 +1,15 @@
-"""KVBM tiers of a rank: when there are any."""
+"""KVBM tiers of a rank (spec/host-offload.md part B): when there are any."""
 
 from __future__ import annotations
 
 from kvsim.config import EngineConfig
 
-__all__ = ["tiers_attached"]
+__all__ = ["has_tiers", "tiers_attached"]
+
+
+def has_tiers(config: EngineConfig) -> bool:
+    """Whether ranks of this configuration have lower KV tiers, of either design."""
+    return config.native_host_offload is not None or tiers_attached(config)
 
 
 def tiers_attached(config: EngineConfig) -> bool:
