@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         EngineConfig,
         ExternalTiming,
         FixedTiming,
+        KvbmTiers,
         NativeHostOffload,
         NpzTiming,
         PolynomialTiming,
@@ -87,6 +88,7 @@ __all__ = [
     "KvRouter",
     "KvRouterConfig",
     "KvsimError",
+    "KvbmTiers",
     "NativeHostOffload",
     "NpzTiming",
     "PlacedRequest",
@@ -135,7 +137,7 @@ __all__ = [
 _HOMES = {
     "branches": "BranchResult branch",
     "config": (
-        "EngineConfig ExternalTiming FixedTiming NativeHostOffload NpzTiming PolynomialTiming SglangConfig "
+        "EngineConfig ExternalTiming FixedTiming KvbmTiers NativeHostOffload NpzTiming PolynomialTiming SglangConfig "
         "TrtllmConfig load_config parse_config"
     ),
     "contract": (

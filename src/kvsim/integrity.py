@@ -9,12 +9,16 @@ import numpy as np
 
 from kvsim.errors import IntegrityError
 from kvsim.layout import HandoffRole as _Role
+from kvsim.layout import Tier as _Tier
+from kvsim.layout import TierJob as _Job
+from kvsim.layout import TierLink as _Link
+from kvsim.layout import TierState as _State
 
 __all__ = ["check_rank"]
 
 _WAITING, _RUNNING, _PREEMPTED, _HELD_SOURCE, _PENDING_DESTINATION, _HELD_DESTINATION = 1, 2, 3, 4, 5, 6
 _HANDOFF, _ACTIVATED, _MATERIALISED = 8, 16, 32
-_CONNECTOR, _UNSTORED = 1, 2
+_CONNECTOR, _UNSTORED, _DEPENDENT, _PARKED = 1, 2, 4, 8
 _STORE, _LOAD = 1, 2
 _RADIX = 1
 _ROOT = 0
@@ -72,6 +76,8 @@ def check_rank(state: Any, locked: Sequence[int] = ()) -> None:
         _require(len(np.unique(owned)) == len(owned), f"request row {slot} lists a block twice")
         np.add.at(held, owned, 1)
         _check_request(row, slot, config)
+    if config["tiers"]:
+        np.add.at(held, _check_tiers(state, config, header, requests), 1)
     _require((held == blocks["refs"]).all(), "references differ from occurrences in block tables")
 
     _check_pool(state, config, header, blocks)
@@ -82,7 +88,7 @@ def check_rank(state: Any, locked: Sequence[int] = ()) -> None:
         _require(not blocks["hashed"].any(), "prefix caching is off but a block is findable")
     if config["host"]:
         _check_host(state, config, header, requests)
-    else:
+    elif not config["tiers"]:
         for name in ("num_connector", "num_asleep", "num_transfers"):
             _same(f"{name} without a host tier", header[name], 0)
 
@@ -144,11 +150,16 @@ def _check_queues(state: Any, config: Any, header: Any, requests: Any) -> None:
     prebuilt = _listed("prebuilt", header, requests)
     _require(config["engine"] == _RADIX or not prebuilt, "a paged rank has a list of prebuilt requests")
     connector = _listed("connector", state.view("host")[0], requests) if config["host"] else []
+    if config["tiers"]:
+        connector = _listed("parked", state.view("tiers")[0], requests)
     _same("num_connector", header["num_connector"], len(connector))
     queued = waiting + connector + prebuilt
     status, flags = requests["status"][queued], requests["flags"][queued]
     _require(np.isin(status, (_WAITING, _PREEMPTED)).all(), "a request in the waiting list is not waiting")
     _same("waiting requests", len(queued), np.isin(requests["status"], (_WAITING, _PREEMPTED)).sum())
+    if config["tiers"]:
+        # Parked requests are in no sum.
+        status, flags, queued = status[: len(waiting)], flags[: len(waiting)], waiting
     again = (status == _PREEMPTED) | ((flags & _ACTIVATED) != 0)
     for prefix, group, column in (("queued", ~again, "num_input"), ("requeued", again, "length")):
         lengths = requests[column][queued][group].astype(np.int64)
@@ -363,6 +374,130 @@ def _check_waiters(
             _same(f"{name}: computed tokens of a request that waits for transfers", request["computed"], 0)
         else:
             _same(f"{name}: a load of its own", (int(row["load"]), int(row["device_blocks"])), (-1, -1))
+
+
+# ---------------------------------------------------------------- KVBM tiers
+
+
+def _check_tiers(state: Any, config: Any, header: Any, requests: Any) -> list[int]:
+    """Blocks of each tier, jobs and what they hold, links, who is parked (spec/host-offload.md part B).
+
+    Returns the device blocks that jobs hold, one entry per reference.
+    """
+    tiers, entries, jobs, rows = (state.view(name) for name in ("tiers", "tier_entries", "tier_jobs", "tier_blocks"))
+    own = tiers[0]
+    deep_state = state.deep()
+    deep = {name: deep_state.view(name) for name in ("tiers", "tier_entries", "tier_jobs", "tier_blocks")}
+    low = deep["tiers"][0]
+    shared = deep_state is not state
+    owner = state.sharer
+    _check_tier_entries(state, config, own, entries)
+    if shared:
+        _check_tier_entries(deep_state, config, low, deep["tier_entries"])
+
+    links = {}
+    for link in _Link:
+        table, head = (own, jobs) if link < _Link.G2_TO_G3 else (low, deep["tier_jobs"])
+        found = _chained(f"{link.name} link", int(table["link_head"][link]), int(table["link_tail"][link]), head)
+        _require((head["link"][found] == link).all(), f"a job on the link {link.name} does not know it")
+        _require((np.diff(head["id"][found]) != 0).all(), f"a job is twice on the link {link.name}")
+        _same(f"{link.name} has an end", bool(table["link_next_ms"][link] < np.inf), bool(found))
+        links[link] = found
+    waiting = {
+        tier: _chained(
+            f"batches for {tier.name}",
+            int(own["wait_head"][tier]),
+            int(own["wait_tail"][tier]),
+            jobs if tier is _Tier.G2 else deep["tier_jobs"],
+        )
+        for tier in _Tier
+    }
+    kinds, deep_kinds = jobs["kind"], deep["tier_jobs"]["kind"]
+    mine = deep["tier_jobs"]["rank"] == owner
+    offloads = links[_Link.G1_TO_G2] + waiting[_Tier.G2]
+    _same("offload jobs", sorted(offloads), np.flatnonzero(kinds == _Job.OFFLOAD).tolist())
+    _same("num_offloads", own["num_offloads"], len(offloads))
+    _require(not waiting[_Tier.G2] or links[_Link.G1_TO_G2], "batches wait for a link that is idle")
+    swaps = np.flatnonzero(kinds == _Job.SWAP).tolist()
+    stages = [row for link in (_Link.G3_TO_G2, _Link.G4_TO_G2) for row in links[link] if mine[row]]
+    _same("stage jobs", sorted(stages), np.flatnonzero((deep_kinds == _Job.STAGE) & mine).tolist())
+    _same("staged swaps", sorted(links[_Link.G2_TO_G1]), [row for row in swaps if jobs[row]["stages"] == 0])
+    parents = deep["tier_jobs"]["parent"][stages].tolist()
+    _require(all(jobs[row]["stages"] == parents.count(row) for row in swaps), "a swap miscounts its stages")
+    copies = []
+    for tier, link in ((_Tier.G3, _Link.G2_TO_G3), (_Tier.G4, _Link.G2_TO_G4)):
+        running = [row for row in links[link] if mine[row]]
+        _same(f"copies to {tier.name} on the link", own["num_running"][tier], len(running))
+        _require(not waiting[tier] or running, f"copies wait for {tier.name} and none is on the link")
+        copies += running
+    _same("offloads on the link", own["num_running"][_Tier.G2], len(links[_Link.G1_TO_G2]))
+    queued = len(waiting[_Tier.G3]) + len(waiting[_Tier.G4])
+    _same("copy jobs", len(copies) + queued, int(((deep_kinds == _Job.COPY) & mine).sum()))
+    _same("num_transfers", header["num_transfers"], len(offloads) + len(swaps) + len(stages) + len(copies) + queued)
+
+    def of(job: Any, heap: Any) -> Any:
+        return heap[job["first"] : job["first"] + job["count"]]
+
+    held: list[int] = []
+    pins = np.zeros(len(entries), np.int64)
+    filled: list[int] = []
+    for row in offloads:
+        part = of(jobs[row], rows)
+        _require(1 <= len(part) <= config["offload_batch"], f"an offload has {len(part)} blocks")
+        _require((entries["hash"][part["entry"]] == part["hash"]).all(), "an offload names another block")
+        on_link = jobs[row]["link"] >= 0
+        _require((entries["state"][part["entry"]] == (_State.ARRIVING if on_link else _State.QUEUED)).all(), "a state")
+        filled += part["entry"].tolist()
+        held += part["block"].tolist()
+    _same("num_quarantined", own["num_quarantined"], len(held))
+    for row in swaps:
+        part = of(jobs[row], rows)
+        np.add.at(pins, part["entry"][jobs[row]["prefix"] :], 1)
+        held += part["block"].tolist()
+    for row in stages:
+        filled += of(deep["tier_jobs"][row], deep["tier_blocks"])["entry"].tolist()
+    for row in copies:
+        np.add.at(pins, of(deep["tier_jobs"][row], deep["tier_blocks"])["entry"], 1)
+    near = entries["tier"] == _Tier.G2
+    _require((entries["pins"][near] == pins[near]).all(), "pins of G2 differ from the jobs that read it")
+    arriving = np.flatnonzero(near & (entries["state"] != _State.RESIDENT))
+    _same("blocks on their way to G2", sorted(filled), arriving.tolist())
+    _check_parked(state, own, requests, jobs, swaps)
+    return held
+
+
+def _check_tier_entries(state: Any, config: Any, tiers: Any, entries: Any) -> None:
+    used = np.flatnonzero(entries["tier"] >= 0)
+    index = state.view("tier_index")
+    listed = index[index >= 0]
+    _require(len(listed) == len(used) and (np.sort(listed) == used).all(), "the tier index is not the blocks there")
+    for row in used.tolist():
+        if state.deep() is state or entries[row]["tier"] == _Tier.G2:
+            found = state.tier_find(int(entries[row]["tier"]), int(entries[row]["hash"]))
+            _same("block found in its tier", found, row)
+    for tier in _Tier:
+        mine = entries["tier"] == tier
+        room = mine & (entries["state"] != _State.QUEUED)
+        _same(f"num_entries of {tier.name}", tiers["num_entries"][tier], room.sum())
+        _require(room.sum() <= config["tier_blocks"][tier], f"{room.sum()} blocks in {tier.name}")
+        order = _chained(f"LRU of {tier.name}", int(tiers["lru_head"][tier]), int(tiers["lru_tail"][tier]), entries)
+        _same(f"num_evictable of {tier.name}", tiers["num_evictable"][tier], len(order))
+        free = mine & (entries["state"] == _State.RESIDENT) & (entries["pins"] == 0)
+        _same(f"blocks of {tier.name} that may be evicted", sorted(order), np.flatnonzero(free).tolist())
+
+
+def _check_parked(state: Any, tiers: Any, requests: Any, jobs: Any, swaps: list[int]) -> None:
+    parked = _listed("parked", tiers, requests)
+    loads = state.view("offloads")["load"]
+    _same("parked requests", sorted(parked), np.flatnonzero(requests["host"] & _PARKED).tolist())
+    _same("asleep", state.view("header")[0]["num_asleep"], len(parked))
+    _require((requests["status"][parked] == _WAITING).all(), "a parked request is not one that waits for the first time")
+    followed = sorted(int(jobs[row]["slot"]) for row in swaps if jobs[row]["slot"] >= 0)
+    _same("requests of swaps", followed, sorted(parked))
+    for slot in parked:
+        _require(loads[slot] in swaps and jobs[loads[slot]]["slot"] == slot, "a parked request has another swap")
+    for slot in np.flatnonzero(requests["status"]).tolist():
+        _require(slot in parked or loads[slot] == -1, f"request row {slot} has a swap and is not parked")
 
 
 # ---------------------------------------------------------------- radix engine

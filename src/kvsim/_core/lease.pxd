@@ -11,7 +11,8 @@ from kvsim._core.events cimport event_add, event_open
 from kvsim._core.pool cimport pool_drop, pool_hold, pool_make_room, pool_take
 from kvsim._core.prefix cimport prefix_find, prefix_prefetch, prefix_register
 from kvsim._core.types cimport (
-    CHECK, GROW_TABLES, HAS_PARENT, NO_BLOCK, RUNNING, STORED, config_t, content_t, rank_t, request_t, unlikely,
+    CHECK, GROW_TABLES, HAS_PARENT, NO_BLOCK, RUNNING, STORED, config_t, content_t, origin_t, rank_t, request_t,
+    unlikely,
 )
 
 
@@ -51,11 +52,30 @@ cdef inline void lease_append(rank_t* r, request_t* q, int32_t b) noexcept nogil
         r.header.running_blocks += 1
 
 
+cdef inline void lease_close(rank_t* r, int32_t slot) noexcept nogil:
+    """Give everything back, the last block first; tokens and hashes are kept."""
+    cdef request_t* q = &r.requests[slot]
+    cdef int64_t i = q.n_blocks - 1
+    while i >= 0:
+        pool_drop(r, r.tables[q.table + i])
+        i -= 1
+    if q.status == RUNNING:
+        r.header.running_blocks -= q.n_blocks
+    if q.table != NO_BLOCK:
+        r.tables[q.table] = r.header.table_free[q.table_class]
+        r.header.table_free[q.table_class] = q.table
+        q.table = NO_BLOCK
+    q.n_blocks = 0
+    q.capacity = 0
+    q.allocated = 0
+
+
 cdef inline bint lease_grow(rank_t* r, int32_t slot, int64_t tokens, int64_t reused) noexcept nogil:
     """Cover `tokens` tokens; the first `reused` blocks are found by hash if the lease is still empty.
 
-    False, and nothing changed, if the pool cannot give the blocks. The request
-    must own nothing when `reused` > 0.
+    False, and nothing changed, if the pool cannot give the blocks; what may have
+    changed with KVBM tiers is the order of inactive blocks. The request must own
+    nothing when `reused` > 0.
     """
     cdef request_t* q = &r.requests[slot]
     cdef int64_t target = blocks_of(r, tokens)
@@ -81,7 +101,11 @@ cdef inline bint lease_grow(rank_t* r, int32_t slot, int64_t tokens, int64_t reu
             b = prefix_find(r, hashes[i])
             pool_hold(r, b)
             lease_append(r, q, b)
-        pool_make_room(r, fresh, 0)
+        if unlikely(not pool_make_room(r, fresh, 0)):
+            # KVBM tiers: the blocks are on their way out.
+            if r.requests[slot].n_blocks == reused:
+                lease_close(r, slot)
+            return False
         q = &r.requests[slot]
         for i in range(fresh):
             lease_append(r, q, pool_take(r))
@@ -103,6 +127,7 @@ cdef inline void lease_seal(rank_t* r, int32_t slot, int64_t before, int64_t aft
     cdef const content_t* content = &r.contents[slot]
     cdef bint opened = False
     cdef bint visible
+    cdef origin_t* origin
     q.next_seal = <int32_t>((last + 1) * c.block_size)
     if not c.caching:
         return
@@ -118,6 +143,11 @@ cdef inline void lease_seal(rank_t* r, int32_t slot, int64_t before, int64_t aft
             continue
         visible = prefix_register(r, r.tables[q.table + i], content.hashes[i])
         if c.emit_events:
+            if unlikely(c.tiers):
+                origin = &r.origins[r.tables[q.table + i]]
+                origin.tokens_hash = content.locals[i] if content.locals != NULL else 0
+                origin.parent_hash = content.hashes[i - 1] if i > 0 else 0
+                origin.flags = HAS_PARENT if i > 0 else 0
             if not visible:
                 opened = False
             else:
@@ -126,24 +156,6 @@ cdef inline void lease_seal(rank_t* r, int32_t slot, int64_t before, int64_t aft
                     opened = True
                 event_add(r, content.hashes[i], content.locals[i] if content.locals != NULL else 0, slot, <int32_t>i)
         i += 1
-
-
-cdef inline void lease_close(rank_t* r, int32_t slot) noexcept nogil:
-    """Give everything back, the last block first; tokens and hashes are kept."""
-    cdef request_t* q = &r.requests[slot]
-    cdef int64_t i = q.n_blocks - 1
-    while i >= 0:
-        pool_drop(r, r.tables[q.table + i])
-        i -= 1
-    if q.status == RUNNING:
-        r.header.running_blocks -= q.n_blocks
-    if q.table != NO_BLOCK:
-        r.tables[q.table] = r.header.table_free[q.table_class]
-        r.header.table_free[q.table_class] = q.table
-        q.table = NO_BLOCK
-    q.n_blocks = 0
-    q.capacity = 0
-    q.allocated = 0
 
 
 cdef inline void prefix_cost(const rank_t* r, int32_t slot, int64_t* cached, int64_t* active) noexcept nogil:

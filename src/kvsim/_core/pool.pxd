@@ -16,7 +16,7 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from kvsim._core.events cimport event_add, event_open
 from kvsim._core.prefix cimport prefix_unregister
-from kvsim._core.types cimport CHECK, NO_BLOCK, NO_SLOT, REMOVED, block_t, prefetch, rank_t
+from kvsim._core.types cimport CHECK, NO_BLOCK, NO_SLOT, REMOVED, block_t, prefetch, rank_t, unlikely
 
 
 cdef inline int64_t pool_active(const rank_t* r) noexcept nogil:
@@ -113,6 +113,8 @@ cdef inline void pool_evict(rank_t* r, int64_t count) noexcept nogil:
 cdef inline bint pool_make_room(rank_t* r, int64_t fresh, int64_t held) noexcept nogil:
     """Have `fresh` empty blocks ready, evicting if need be; false and nothing changed if there are not enough.
 
+    With KVBM tiers evicted blocks may be on their way out: false, too, but `pass_t.offloading` is set.
+
     `held` inactive blocks are about to be used and may not be counted as evictable.
     """
     cdef int64_t missing = fresh - (r.header.num_free - r.header.num_reserved)
@@ -120,5 +122,7 @@ cdef inline bint pool_make_room(rank_t* r, int64_t fresh, int64_t held) noexcept
         return True
     if missing > r.header.num_inactive - held:
         return False
+    if unlikely(r.config.tiers):
+        return r.make_room(r, fresh)
     pool_evict(r, missing)
     return True

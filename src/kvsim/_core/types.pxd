@@ -59,6 +59,8 @@ cdef enum request_flag:
 cdef enum host_flag:
     CONNECTOR = 1  # waits in the queue of those that look at transfers
     UNSTORED = 2   # has complete prompt blocks that the host was not asked to take
+    DEPENDENT = 4  # KVBM tiers: waits until evicted blocks have left the device
+    PARKED = 8     # KVBM tiers: its blocks are being loaded, it is in no queue
 
 cdef enum handoff_role:
     NO_ROLE = 0
@@ -116,6 +118,35 @@ cdef enum transfer_kind:
     STORE = 1      # device to host
     LOAD = 2       # host to device
 
+cdef enum:
+    NUM_TIERS = 3  # below the device: G2, G3, G4
+    NUM_LINKS = 6
+
+cdef enum:  # layout.Tier
+    G2 = 0
+    G3 = 1
+    G4 = 2
+
+cdef enum:  # layout.TierLink; those of G3 and G4 may be shared by several ranks
+    G1_TO_G2 = 0
+    G2_TO_G1 = 1
+    G2_TO_G3 = 2
+    G3_TO_G2 = 3
+    G2_TO_G4 = 4
+    G4_TO_G2 = 5
+
+cdef enum tier_state:
+    QUEUED = 0     # its batch waits: it takes no room yet
+    ARRIVING = 1   # its transfer is on a link: it has its room
+    RESIDENT = 2
+
+cdef enum job_kind:
+    NO_JOB = 0
+    OFFLOAD_JOB = 1  # evicted blocks on their way to G2
+    SWAP_JOB = 2     # blocks on their way back to the device, for a parked request
+    STAGE_JOB = 3    # the part of a swap that comes from G3 or G4, on its way to G2
+    COPY_JOB = 4     # blocks of G2 copied on to G3 or G4
+
 cdef enum offload_event_kind:  # layout.OffloadEventKind
     STORE_PREPARED = 0
     STORE_BLOCK_MAPPINGS = 1
@@ -162,6 +193,9 @@ cdef enum growable:  # what `rank_t.grow` is asked to enlarge
     GROW_TRANSFER_BLOCKS = 10
     GROW_OFFLOAD_EVENTS = 11
     GROW_OFFLOAD_BLOCKS = 12
+    GROW_TIER_ENTRIES = 13
+    GROW_TIER_JOBS = 14
+    GROW_TIER_BLOCKS = 15
 
 cdef enum pass_status:
     PASS_OK = 0
@@ -203,10 +237,15 @@ cdef struct config_t:  # constants of the rank; one row
     int32_t legacy                # radix: generation `dynamo-1.3`
     int32_t keeps_place           # paged: an activated destination waits where it came, else at the end
     int32_t host                  # paged: finished prompt blocks are written through to host memory
+    int32_t offload               # paged: there is some lower tier, of either design
+    int32_t tiers                 # paged: evicted blocks go to the KVBM tiers
     int64_t host_blocks           # blocks that fit there
     uint64_t block_bytes          # bytes that a transfer moves per block
     double store_rate             # bytes per ms towards the host, 0: instantaneous
     double load_rate              # and back
+    int64_t tier_blocks[NUM_TIERS]    # KVBM tiers: blocks that fit into G2, G3 and G4, 0: there is no such tier
+    int64_t offload_batch         # blocks of a transfer, and transfers at a time
+    double link_rates[NUM_LINKS]  # bytes per ms, 0: instantaneous
     int64_t max_prefill           # radix: computed prompt tokens per pass
     int64_t chunk                 # radix: chunk budget per pass
     int64_t clip                  # radix: output tokens reserved at most
@@ -249,7 +288,7 @@ cdef struct header_t:  # every scalar of the rank; one row
     int64_t expected_squares
     int64_t promised_blocks       # TO_COMPLETION: blocks for outputs of held and materialised destinations
     int64_t reserve_attempts
-    int64_t num_connector         # requests that wait in the connector queue, not in `num_waiting` ...
+    int64_t num_connector         # requests in the connector queue, or parked, not in `num_waiting` ...
     int64_t num_asleep            # ... and those of them that wait for a transfer
     int64_t num_transfers         # prepared or on a link
     int64_t duration_count        # Welford over pass durations
@@ -385,11 +424,11 @@ cdef struct transfer_block_t:  # 40 bytes
     int32_t block                 # store: the device block it reads
     int32_t unused
 
-cdef struct offload_t:  # what the host tier knows of a request, by request row; 24 bytes
+cdef struct offload_t:  # what the lower tiers know of a request, by request row; 24 bytes
     int64_t progress              # connector queue: asleep as long as `host_t.progress` is this
     int32_t next_store            # leading prompt blocks the host was asked to take, or has
     int32_t latest_store          # row of its newest store, NO_SLOT: none under way
-    int32_t load                  # row of its load, NO_SLOT: none under way
+    int32_t load                  # row of its load (tiers: of its swap job), NO_SLOT: none under way
     int32_t device_blocks         # leading blocks found on the device when its load was decided; -1: no load waits for admission
 
 cdef struct offload_event_t:  # an observation
@@ -406,6 +445,71 @@ cdef struct offload_event_t:  # an observation
 cdef struct offload_block_t:
     uint64_t hash
     int32_t index                 # position in the prompt
+    int32_t unused
+
+cdef struct tiers_t:  # KVBM tiers: their scalars; one row
+    int64_t next_job              # id of the next job
+    int64_t entries_used          # rows ever used
+    int64_t jobs_used
+    int64_t blocks_used           # bump pointer of the heap of job blocks
+    int64_t num_entries[NUM_TIERS]    # blocks that take room in each tier
+    int64_t num_evictable[NUM_TIERS]  # those of them that are resident and not pinned: those of the LRU list
+    int64_t num_offloads          # offload jobs, waiting ones included
+    int64_t num_running[NUM_TIERS]    # jobs on the links towards each tier
+    int64_t num_quarantined       # device blocks that offload jobs read
+    int64_t moved[NUM_LINKS]      # blocks carried by each link so far
+    double link_ms[NUM_LINKS]     # until when progress is accounted for
+    double link_next_ms[NUM_LINKS]    # when the next transfer of the link ends, infinity: none
+    int32_t link_head[NUM_LINKS]  # transfers, in order of their start
+    int32_t link_tail[NUM_LINKS]
+    int32_t lru_head[NUM_TIERS]   # next victim
+    int32_t lru_tail[NUM_TIERS]
+    int32_t wait_head[NUM_TIERS]  # batches that wait for their turn towards each tier
+    int32_t wait_tail[NUM_TIERS]
+    int32_t free_entry            # heads of the lists of unused rows
+    int32_t free_job
+    int32_t parked_head           # parked requests, in order of parking
+    int32_t parked_tail
+    int32_t span_free[TABLE_CLASSES]  # heads of the free spans of 2**k job blocks
+
+cdef struct tier_entry_t:  # a block in a lower tier; 48 bytes
+    uint64_t hash
+    uint64_t tokens_hash          # with KV events, else 0
+    uint64_t parent_hash
+    int32_t tier                  # layout.Tier, -1: row not in use
+    int32_t state                 # tier_state
+    int32_t pins                  # jobs that read it
+    int32_t flags                 # event_flag
+    int32_t prev                  # LRU list of its tier, oldest first
+    int32_t next                  # LRU list, or list of unused rows
+
+cdef struct tier_job_t:  # a transfer, or what leads several; 64 bytes
+    int64_t id
+    double remaining              # bytes left, while on a link
+    int32_t first                 # span of the heap of job blocks, of 2**span_class rows
+    int32_t count                 # rows in use
+    int32_t kind                  # job_kind
+    int32_t link                  # layout.TierLink, -1: on none
+    int32_t slot                  # swap: row of the request, NO_SLOT: it was cancelled
+    int32_t rank                  # stage and copy: number of the rank it belongs to
+    int32_t parent                # stage: row of its swap
+    int32_t stages                # swap: its stages that have not ended
+    int32_t prefix                # swap: leading rows that are pinned blocks of the device
+    int32_t span_class
+    int32_t prev                  # its link, or its waiting list
+    int32_t next                  # or list of unused rows
+
+cdef struct tier_block_t:  # 24 bytes
+    uint64_t hash
+    int32_t entry                 # row of the block in G2; in a free span the next free span
+    int32_t below                 # row of the block in G3 or G4
+    int32_t block                 # device block that is read, written or pinned
+    int32_t unused
+
+cdef struct origin_t:  # what KV events tell of a device block, by block; 24 bytes
+    uint64_t tokens_hash
+    uint64_t parent_hash
+    int32_t flags                 # event_flag
     int32_t unused
 
 cdef struct lease_t:  # radix engine: what a request owns, by request row; 32 bytes
@@ -546,6 +650,8 @@ cdef struct pass_t:  # the pass being executed, scratch
     int32_t out_of_pool           # radix, 1.3: the pool refused what the budgets let pass
     int32_t deferrals             # host tier: requests that went to sleep
     int32_t connector             # host tier: first of the connector queue that was not looked at in this pass
+    int32_t offloading            # KVBM tiers: blocks were refused because they are on their way out
+    int32_t unused
 
 cdef struct request_spec_t:  # layout.REQUEST_SPEC
     uint64_t id_hi
@@ -644,6 +750,7 @@ cdef struct profile_t:  # an interpolated timing profile; read-only, owned by Py
 cdef struct rank_t  # below
 
 ctypedef int (*grow_fn)(rank_t*, int, int64_t) noexcept nogil
+ctypedef bint (*room_fn)(rank_t*, int64_t) noexcept nogil
 ctypedef int (*predict_fn)(rank_t*, int, int64_t, int64_t, int64_t, int64_t, double*) noexcept nogil
 ctypedef int32_t (*ask_fn)(rank_t*, int32_t) noexcept nogil
 ctypedef double (*score_fn)(rank_t*, int32_t) noexcept nogil
@@ -676,6 +783,20 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int32_t* sources              # by block: row of the store that reads it, NO_SLOT: none
     offload_event_t* offload_events
     offload_block_t* offload_blocks
+    tiers_t* tiers                # KVBM tiers
+    tier_entry_t* tier_entries
+    int32_t* tier_index           # (tier, hash) -> entry, linear probing
+    tier_job_t* tier_jobs
+    tier_block_t* tier_blocks
+    origin_t* origins             # by block
+    rank_t* deep                  # KVBM tiers: the rank whose tables hold G3, G4 and their links; itself if not shared
+    rank_t** sharers              # those that share them, by number
+    int64_t num_sharers           # 0: not shared
+    int32_t sharer                # its number
+    int64_t cap_tier_entries
+    int64_t mask_tiers
+    int64_t cap_tier_jobs
+    int64_t cap_tier_blocks
     int64_t cap_host_entries
     int64_t mask_host
     int64_t cap_transfers
@@ -713,11 +834,12 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int32_t want_signals          # fill token ids, not only ends
     int32_t want_firsts           # tell the first token of each request too
     int32_t want_offload          # keep observations of the host tier
-    double command_ms             # host tier: when the command under way is applied
+    double command_ms             # lower tiers: the time of the command, pass or boundary under way
     int32_t grouped               # has siblings: what depends on all of them is done by the driver
     pass_t p
     void* owner                   # RankState, for the callbacks
     grow_fn grow
+    room_fn make_room             # KVBM tiers: empty blocks by offloading inactive ones
     predict_fn predict            # CALLABLE timing
     ask_fn ask_victim
     ask_fn ask_admission

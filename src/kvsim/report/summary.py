@@ -225,8 +225,9 @@ def summarize(
     dict
         The keys of workloads-and-report.md section 5 without the three that
         depend on real time (see `wall_rates`), counts of how requests ended,
-        and with lower KV tiers what they did, as ``offload_`` keys. Plain Python ints, floats, bools and None; None is the statistic
-        of an empty sample.
+        and with lower KV tiers what they did, as ``offload_`` keys. Plain
+        Python ints, floats, bools and None; None is the statistic of an empty
+        sample.
     """
     status = records["status"]
     done = records[(status == RequestStatus.COMPLETED) & ~np.isnan(records["first_admit_ms"])]
