@@ -39,7 +39,8 @@ from kvsim.contract import (
     id_to_int,
 )
 from kvsim.errors import CommandError
-from kvsim.layout import HandoffRole
+from kvsim.layout import HandoffRole, Tier, TierLink, TierState
+from kvsim.offload.tiers import tier_blocks, tier_lru, tier_transfers
 from kvsim.rank import KvEvents, SchedulerRank
 from model.paged import PagedModel
 from model.sglang import SglangModel
@@ -48,6 +49,8 @@ STATUS = {1: "waiting", 2: "running", 3: "preempted"}
 #: The radix twin calls a retracted request waiting.
 RADIX_STATUS = {1: "waiting", 2: "running", 3: "waiting"}
 HELD_DESTINATION = 6
+#: of `REQUEST.host`
+DEPENDENT = 4
 
 
 def rank_state(rank: SchedulerRank) -> dict[str, Any]:
@@ -103,6 +106,62 @@ def paged_state(rank: SchedulerRank) -> dict[str, Any]:
             for request_id in parked_ids(rank, HandoffRole.DESTINATION_HELD)
         },
         **({} if rank.config.native_host_offload is None else host_state(rank)),
+        **({} if rank.config.tiers_attached is None else tier_state(rank)),
+    }
+
+
+def tier_state(rank: SchedulerRank) -> dict[str, Any]:
+    """What `PagedModel.state()` says of lower tiers."""
+    view, tiers = rank._state.view, rank.config.tiers_attached
+    assert tiers is not None
+    requests, offloads, jobs, handoffs = rank.requests, view("offloads"), view("tier_jobs"), view("handoffs")
+
+    def id_of(slot: int) -> int:
+        return int(requests[slot]["id_hi"]) << 64 | int(requests[slot]["id_lo"])
+
+    def store(tier: Tier) -> dict[str, Any]:
+        blocks = tier_blocks(rank, tier)
+        here = blocks[blocks["state"] != TierState.QUEUED]
+        return {
+            "resident": here["hash"][here["state"] == TierState.RESIDENT].tolist(),
+            "pending": here["hash"][here["state"] == TierState.ARRIVING].tolist(),
+            # The room of a staged block is taken and held from the start.
+            "pins": [(int(row["hash"]), int(row["pins"])) for row in here if row["pins"]],
+            "lru": tier_lru(rank, tier).tolist(),
+        }
+
+    transfers, hashes = tier_transfers(rank)
+    shown = [
+        (TierLink(int(row["link"])), bool(row["waiting"]), keys.tolist())
+        for row, keys in zip(transfers, hashes, strict=True)
+    ]
+
+    def parked(slot: int) -> tuple[int, int, list[int]]:
+        job = jobs[int(offloads[slot]["load"])]
+        blocks = view("tier_blocks")[int(job["first"]) :][: int(job["count"])]
+        prefix = int(job["prefix"])
+        return id_of(slot), prefix, blocks["hash"][prefix:].tolist()
+
+    offloading = int(view("tiers")[0]["num_offloads"]) > 0
+    pending = [slot for slot in range(len(requests)) if handoffs[slot]["role"] == HandoffRole.DESTINATION_PENDING]
+    owners = [*rank.running, *rank.waiting, *pending]
+    return {
+        "tiers": {
+            "g2": store(Tier.G2),
+            "g3": store(Tier.G3) if tiers.num_g3_blocks else None,
+            "g4": store(Tier.G4) if tiers.g4_storage else None,
+            "queued": {
+                link.name.lower(): [keys for at, waiting, keys in shown if at is link and waiting]
+                for link in (TierLink.G1_TO_G2, TierLink.G2_TO_G3, TierLink.G2_TO_G4)
+            },
+            "on_links": {
+                link.name.lower(): [keys for at, waiting, keys in shown if at is link and not waiting]
+                for link in TierLink
+            },
+        },
+        "parked": [parked(int(slot)) for slot in rank.parked],
+        "quarantined": int(view("tiers")[0]["num_quarantined"]),
+        "dependent": sorted(id_of(slot) for slot in owners if offloading and requests[slot]["host"] & DEPENDENT),
     }
 
 

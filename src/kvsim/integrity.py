@@ -491,7 +491,9 @@ def _check_parked(state: Any, tiers: Any, requests: Any, jobs: Any, swaps: list[
     loads = state.view("offloads")["load"]
     _same("parked requests", sorted(parked), np.flatnonzero(requests["host"] & _PARKED).tolist())
     _same("asleep", state.view("header")[0]["num_asleep"], len(parked))
-    _require((requests["status"][parked] == _WAITING).all(), "a parked request is not one that waits for the first time")
+    _require(
+        (requests["status"][parked] == _WAITING).all(), "a parked request is not one that waits for the first time"
+    )
     followed = sorted(int(jobs[row]["slot"]) for row in swaps if jobs[row]["slot"] >= 0)
     _same("requests of swaps", followed, sorted(parked))
     for slot in parked:

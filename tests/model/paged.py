@@ -41,7 +41,7 @@ from model.handoff import HandoffRank, Handoffs
 from model.hashing import ChaCha12, chain, lineage_hash, local_hash, synthetic_token
 from model.host import LOAD, STORE, HostTier, Transfer
 from model.pool import Block, BlockPool, Reservation
-from model.tiers import Offload, SwapIn, Tiers
+from model.tiers import SwapIn, Tiers
 from model.timing import Timing
 from model.welford import Welford
 
@@ -52,10 +52,6 @@ WAITING, RUNNING, PREEMPTED = "waiting", "running", "preempted"
 
 class Blocked(Exception):  # noqa: N818
     """An allocation has to wait for what it pushed out."""
-
-    def __init__(self, offload: Offload) -> None:
-        super().__init__(offload.id)
-        self.offload = offload
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -130,7 +126,9 @@ class Live:
     #: sleeps in the connector queue until a transfer makes progress
     asleep: bool = False
     #: an allocation for it had to push blocks out, which is not over
-    dependency: Offload | None = None
+    dependent: bool = False
+    #: leading blocks that were in the pool when its first swap-in began
+    swap_base: int | None = None
 
     @property
     def length(self) -> int:
@@ -177,6 +175,8 @@ class PassState:
     duration_ms: float = 0.0
     #: requests that went to sleep until a transfer makes progress
     deferrals: int = 0
+    #: when the next transfer of a lower tier ends, as far as it is known before tokens are emitted
+    stall_ms: float | None = None
 
 
 class PagedModel(HandoffRank):
@@ -209,7 +209,9 @@ class PagedModel(HandoffRank):
         #: what each unfinished store brings: (index in the prompt, block as announced, parent's hash)
         self.store_blocks: dict[int, list[tuple[int, StoredBlock, int | None]]] = {}
         #: tiers that take what is evicted
-        self.tiers = Tiers(config, self.pool.free_quarantined, self._announce_host) if config.tiers_attached else None
+        self.tiers = None
+        if config.tiers_attached is not None:
+            self.tiers = Tiers(config, self.pool.free_quarantined, self._announce_host, self._end_swap_in)
         #: requests whose blocks come back, in the order in which they began
         self.parked: list[Parked] = []
         #: block hash -> (block as announced, parent's hash), of every block that was ever findable
@@ -527,13 +529,13 @@ class PagedModel(HandoffRank):
         prefill_ms = self.timing.prefill_ms(work.prefill_count, work.prefill_isl, work.prefill_prefix)
         work.duration_ms = prefill_ms
         decode_start = max(now_ms, self.compute_not_before) + prefill_ms
+        work.stall_ms = self._next_transfer_end()
         outputs, decode_ms = self._emission(work)
         outputs += [Output(request_id, None, True, True, None) for request_id in work.rejected]
         end_ms = decode_start + decode_ms
-        deadline = None if self.tiers is None else self.tiers.next_deadline()
-        if end_ms <= now_ms and deadline is not None:
+        if end_ms <= now_ms and work.stall_ms is not None:
             # Nothing else can happen before a transfer ends.
-            end_ms = max(deadline, now_ms)
+            end_ms = max(work.stall_ms, now_ms)
 
         events = self._drain_events()
         lifecycle, self.lifecycle = self.lifecycle, []
@@ -668,8 +670,8 @@ class PagedModel(HandoffRank):
                     return "current preempted"
             else:
                 request.computed = after
-        except Blocked as blocked:
-            self._depend(request, blocked.offload, work)
+        except Blocked:
+            self._depend(request, work)
             return "dependent"
         if after == before and request.computed < request.length:
             return "blocked"
@@ -832,8 +834,8 @@ class PagedModel(HandoffRank):
                     victim = self._preempt_at_emission(work)
                     if victim is None or victim is request:
                         return False
-            except Blocked as blocked:
-                self._depend(request, blocked.offload, work)
+            except Blocked:
+                self._depend(request, work)
                 return False
             request.entries.append(Entry(block=self.pool.take_fresh(reservation)))
         request.allocated = request.length + 1
@@ -856,9 +858,10 @@ class PagedModel(HandoffRank):
                 fresh += self._blocks(request.length + burst) - self._blocks(request.length)
             try:
                 reservation = self._reserve([], fresh)
-            except Blocked as blocked:
+            except Blocked:
+                work.stall_ms = self._next_transfer_end()
                 for request in ready:
-                    self._depend(request, blocked.offload, work)
+                    self._depend(request, work)
                 return [], 0.0
             if reservation is None:
                 if self._preempt_at_emission(work) is None:
@@ -1079,10 +1082,11 @@ class PagedModel(HandoffRank):
         return "queued"
 
     def _attribution(self, request: Live, reused: int) -> tuple[int, int] | None:
-        """Tokens of the first admission that came from the device and from host memory."""
-        if self.host is None or request.admitted_before:
+        """Tokens of the first admission that came from the device and from below."""
+        if (self.host is None and self.tiers is None) or request.admitted_before:
             return None
-        device = reused if request.load is None else min(request.load.base * self.block_size, reused)
+        base = request.swap_base if request.load is None else request.load.base
+        device = reused if base is None else min(base * self.block_size, reused)
         return (device, reused - device)
 
     def _store_deadline(self, transfer_id: int | None) -> float:
@@ -1176,26 +1180,37 @@ class PagedModel(HandoffRank):
         removed = [block_hash for _, block_hash, vanished in victims if vanished]
         if removed:
             self._emit(Removed(tuple(removed)))
-        offload = self.tiers.enqueue(
-            [(slot, block_hash if vanished else None) for slot, block_hash, vanished in victims], self.now_ms
-        )
-        if offload is not None:
-            raise Blocked(offload)
+        self.tiers.enqueue([(slot, block_hash) for slot, block_hash, _ in victims], self.now_ms)
+        if fresh <= self.pool.free:
+            return
+        # What it had found is the most recent now.
+        found = [self.pool.copies[block_hash][0] for block_hash in prefix if block_hash is not None]
+        for block in reversed([block for block in found if not block.used]):
+            self.pool.inactive.remove(block)
+            self.pool.inactive.append(block)
+        raise Blocked
 
-    def _depend(self, request: Live, offload: Offload, work: PassState) -> None:
-        request.dependency = offload
+    def _depend(self, request: Live, work: PassState) -> None:
+        request.dependent = True
         work.deferrals += 1
 
-    def _is_dependent(self, request: Live) -> bool:
-        if request.dependency is not None:
-            assert self.tiers is not None
-            request.dependency = self.tiers.follow(request.dependency)
-        return request.dependency is not None
+    def _next_transfer_end(self) -> float | None:
+        return None if self.tiers is None else self.tiers.next_deadline()
 
-    def _announce_host(self, kind: str, block_hash: int) -> None:
-        block, parent = self.known[block_hash]
-        data = Stored(parent, (block,)) if kind == "stored" else Removed((block_hash,))
-        self._emit(data, "host_pinned")
+    def _is_dependent(self, request: Live) -> bool:
+        """Whether it still waits for blocks on their way out, its own or those of others."""
+        if request.dependent:
+            assert self.tiers is not None
+            request.dependent = self.tiers.offloading
+        return request.dependent
+
+    def _announce_host(self, kind: str, hashes: list[int]) -> None:
+        if kind == "removed":
+            self._emit(Removed(tuple(hashes)), "host_pinned")
+            return
+        for block_hash in hashes:
+            block, parent = self.known[block_hash]
+            self._emit(Stored(parent, (block,)), "host_pinned")
 
     def _begin_swap_in(self, request: Live, work: PassState) -> str:
         """Section 10: "miss", "parked" or "dependent"."""
@@ -1210,9 +1225,9 @@ class PagedModel(HandoffRank):
             return "miss"
         try:
             reservation = self._reserve(keys[:base], len(swap.keys))
-        except Blocked as blocked:
+        except Blocked:
             self.tiers.give_up(swap)
-            self._depend(request, blocked.offload, work)
+            self._depend(request, work)
             return "dependent"
         if reservation is None:
             self.tiers.give_up(swap)
@@ -1220,6 +1235,8 @@ class PagedModel(HandoffRank):
         self.tiers.begin(swap, work.now_ms)
         self.waiting.remove(request)
         self.parked.append(Parked(request, swap, reservation, base))
+        if request.swap_base is None:
+            request.swap_base = base
         work.deferrals += 1
         return "parked"
 
@@ -1231,17 +1248,17 @@ class PagedModel(HandoffRank):
         active = self.pool.active_blocks
         if self.tiers.tick(now_ms):
             self.last_pass_effect_free = False
-        back: list[Live] = []
-        for parked in [parked for parked in self.parked if parked.swap.done]:
-            self.parked.remove(parked)
-            if parked.request is None:
-                self.pool.cancel(parked.reservation)
-            else:
-                self._promote(parked.request, parked)
-                back.append(parked.request)
-            self.tiers.release(parked.swap)
-        self.waiting[:0] = back
+        back = [parked for parked in self.parked if parked.swap.done]
+        self.parked = [parked for parked in self.parked if not parked.swap.done]
+        self.waiting[:0] = [parked.request for parked in back if parked.request is not None]
         self.handoffs.generation += self.pool.active_blocks < active
+
+    def _end_swap_in(self, swap: SwapIn) -> None:
+        [parked] = [parked for parked in self.parked if parked.swap is swap]
+        if parked.request is None:
+            self.pool.cancel(parked.reservation)
+        else:
+            self._promote(parked.request, parked)
 
     def _promote(self, request: Live, parked: Parked) -> None:
         """Blocks that came back are unused cached copies."""
@@ -1274,12 +1291,19 @@ class PagedModel(HandoffRank):
 
     def retry_pending_destinations(self) -> list[Any]:
         pending = self.handoffs.pending
-        if pending and self._is_dependent(pending[0].request):
+        if not pending or self.tiers is None or not self._has_slot_for_destination():
+            return super().retry_pending_destinations()
+        deadline = self.tiers.next_deadline()
+        if deadline is not None and deadline < self.now_ms:
+            # What is pushed out starts now, so the links must have come this far.
+            self._tick(self.now_ms)
+        head = pending[0]
+        if self._is_dependent(head.request):
             return []
         try:
             return super().retry_pending_destinations()
-        except Blocked as blocked:
-            pending[0].request.dependency = blocked.offload
+        except Blocked:
+            head.request.dependent = True
             return []
 
     # ------------------------------------------------------------ boundaries with lower tiers
@@ -1294,11 +1318,13 @@ class PagedModel(HandoffRank):
     def complete_pass(self, pending: PendingPass, end_ms: float) -> PassCompletionEffects:
         self._cross_boundary(end_ms, submit=True)
         self.now_ms = end_ms
+        self._tick(end_ms)
         return super().complete_pass(pending, end_ms)
 
     def complete_idle_group_pass(self, start_ms: float, end_ms: float) -> PassCompletionEffects:
         self._cross_boundary(end_ms, submit=True)
         self.now_ms = end_ms
+        self._tick(end_ms)
         return super().complete_idle_group_pass(start_ms, end_ms)
 
     def next_internal_deadline_ms(self) -> float | None:
@@ -1440,8 +1466,9 @@ class PagedModel(HandoffRank):
         return {
             "tiers": self.tiers.state(),
             "parked": [
-                (None if p.request is None else p.request.request_id, p.base, p.swap.keys, p.swap.done)
-                for p in self.parked
+                (parked.request.request_id, parked.base, parked.swap.keys)
+                for parked in self.parked
+                if parked.request is not None
             ],
             "quarantined": len(self.pool.quarantined),
             "dependent": sorted(owner.request_id for owner in owners if self._is_dependent(owner)),
@@ -1500,7 +1527,8 @@ class PagedModel(HandoffRank):
                 pins[id(block)] = pins.get(id(block), 0) + 1
         assert self.pool.reserved == fresh
         if self.tiers is not None:
-            self.tiers.check([item.swap for item in self.parked])
+            self.tiers.check()
+            assert {id(swap) for swap in self.tiers.swaps()} == {id(item.swap) for item in self.parked}
             assert sorted(self.tiers.held_slots()) == sorted(self.pool.quarantined)
         if self.host is not None:
             self.host.check()
