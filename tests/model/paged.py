@@ -516,9 +516,9 @@ class PagedModel(HandoffRank):
     # ------------------------------------------------------------ the pass
 
     def execute_pass(self, now_ms: float) -> RankPass:
-        before = self.metrics()
         self.now_ms = now_ms
         self._tick(now_ms)
+        before, shown_by_tick = self.metrics(), len(self.event_buffer)
         budget = self.config.max_num_batched_tokens
         work = PassState(now_ms, math.inf if budget is None else budget)
         self._schedule_running(work)
@@ -533,7 +533,8 @@ class PagedModel(HandoffRank):
         outputs, decode_ms = self._emission(work)
         outputs += [Output(request_id, None, True, True, None) for request_id in work.rejected]
         end_ms = decode_start + decode_ms
-        if end_ms <= now_ms and work.stall_ms is not None:
+        took_no_time = end_ms <= now_ms
+        if took_no_time and work.stall_ms is not None:
             # Nothing else can happen before a transfer ends.
             end_ms = max(work.stall_ms, now_ms)
 
@@ -542,8 +543,8 @@ class PagedModel(HandoffRank):
         signals = [output.request_id for output in outputs if not output.rejected]
         metrics = self.metrics()
         self.last_pass_effect_free = (
-            end_ms <= now_ms
-            and not (outputs or events or work.admissions or work.pressure or work.deferrals)
+            took_no_time
+            and not (outputs or events[shown_by_tick:] or work.admissions or work.pressure or work.deferrals)
             and not any(item.total_tokens for item in work.scheduled.values())
             and metrics == before
         )
