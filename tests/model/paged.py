@@ -1472,7 +1472,10 @@ class PagedModel(HandoffRank):
                 if parked.request is not None
             ],
             "quarantined": len(self.pool.quarantined),
-            "dependent": sorted(owner.request_id for owner in owners if self._is_dependent(owner)),
+            # Asking whether it still waits would end its waiting.
+            "dependent": sorted(
+                owner.request_id for owner in owners if owner.dependent and self.tiers.offloading
+            ),
         }
 
     def check(self) -> None:
