@@ -718,10 +718,10 @@ class PagedModel(HandoffRank):
     # ------------------------------------------------------------ preemption
 
     def _victim(self) -> Live | None:
-        candidates = [request for request in self.running if not self._is_dependent(request)]
-        if self.trtllm or not candidates:
+        if self.trtllm:
             return None
-        return candidates[-1] if self.config.preemption_mode == "lifo" else candidates[0]
+        order = reversed(self.running) if self.config.preemption_mode == "lifo" else self.running
+        return next((request for request in order if not self._is_dependent(request)), None)
 
     def _undo(self, request: Live, work: PassState) -> None:
         """Take back what this pass had given to a victim."""

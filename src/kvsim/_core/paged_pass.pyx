@@ -228,7 +228,7 @@ cdef int64_t pick_independent(rank_t* r, int32_t slot) noexcept nogil:
         return victim if victim < 0 else running_index(r, victim)
     for i in range(n):
         victim = r.running[n - 1 - i if r.config.victim == NEWEST else i]
-        if not r.requests[victim].host & DEPENDENT:
+        if not tiers_depend(r, victim):
             return n - 1 - i if r.config.victim == NEWEST else i
     return -1
 
@@ -699,6 +699,8 @@ cdef int reserve_bursts(rank_t* r) noexcept nogil:
             for i in range(r.p.num_ready):
                 r.p.offloading = 1
                 tiers_refused(r, r.ready[i])
+                # It may emit in a pass that does not schedule it, and then without drafts.
+                r.requests[r.ready[i]].sched_drafts = 0
             r.p.num_ready = 0
             return PASS_OK
         index = pick_victim(r, r.ready[0])

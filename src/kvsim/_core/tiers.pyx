@@ -541,8 +541,8 @@ cdef void start_copies(rank_t* r, int32_t tier, double now_ms) noexcept nogil:
         d.tier_jobs[row].count = 0
         for i in range(count):
             block = d.tier_blocks[d.tier_jobs[row].first + i]
-            e = &r.tier_entries[block.entry]
-            if e.tier != G2 or e.hash != block.hash or e.state != RESIDENT:
+            block.entry = tier_find(r, G2, block.hash)
+            if block.entry == NO_SLOT or r.tier_entries[block.entry].state != RESIDENT:
                 continue
             if tier_find(d, tier, block.hash) != NO_SLOT or room_of(d, tier) <= 0:
                 continue
