@@ -562,6 +562,9 @@ TIERS = np.dtype(
         ("num_running", "<i8", (NUM_TIERS,)),  # jobs on the links towards each tier
         ("num_quarantined", "<i8"),  # device blocks that offload jobs read
         ("moved", "<i8", (NUM_LINKS,)),  # blocks carried by each link so far
+        ("evicted", "<i8", (NUM_TIERS,)),  # blocks that left each tier for others
+        ("parked_ms", "<f8"),  # summed over requests: from parking until its end was seen
+        ("seen_ms", "<f8"),  # until when that is counted
         ("link_ms", "<f8", (NUM_LINKS,)),  # until when progress is accounted for
         ("link_next_ms", "<f8", (NUM_LINKS,)),  # when the next transfer of the link ends, infinity: none
         ("link_head", "<i4", (NUM_LINKS,)),  # transfers, in order of their start

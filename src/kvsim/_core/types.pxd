@@ -458,6 +458,9 @@ cdef struct tiers_t:  # KVBM tiers: their scalars; one row
     int64_t num_running[NUM_TIERS]    # jobs on the links towards each tier
     int64_t num_quarantined       # device blocks that offload jobs read
     int64_t moved[NUM_LINKS]      # blocks carried by each link so far
+    int64_t evicted[NUM_TIERS]    # blocks that left each tier for others
+    double parked_ms              # summed over requests: from parking until its end was seen
+    double seen_ms                # until when that is counted
     double link_ms[NUM_LINKS]     # until when progress is accounted for
     double link_next_ms[NUM_LINKS]    # when the next transfer of the link ends, infinity: none
     int32_t link_head[NUM_LINKS]  # transfers, in order of their start

@@ -42,9 +42,11 @@ _GOODPUT = {
 # Only with lower KV tiers.
 _OFFLOAD = {
     "Reused tokens, device": "offload_device_hit_tokens",
-    "Reused tokens, host": "offload_host_hit_tokens",
+    "Reused tokens, lower tiers": "offload_lower_hit_tokens",
     "Bytes, device to host": "offload_device_to_host_bytes",
     "Bytes, host to device": "offload_host_to_device_bytes",
+    "Bytes, disk to host": "offload_disk_to_host_bytes",
+    "Bytes, object store to host": "offload_object_to_host_bytes",
     "Blocks evicted, host": "offload_host_evicted_blocks",
     "Waited for loads (ms)": "offload_load_wait_ms",
     "Waited for stores (ms)": "offload_fence_wait_ms",
