@@ -39,8 +39,7 @@ from kvsim.contract import (
     id_to_int,
 )
 from kvsim.errors import CommandError
-from kvsim.layout import HandoffRole, Tier, TierLink, TierState
-from kvsim.offload.tiers import tier_blocks, tier_lru, tier_transfers
+from kvsim.layout import HandoffRole, Tier, TierJob, TierLink, TierState
 from kvsim.rank import KvEvents, SchedulerRank
 from model.paged import PagedModel
 from model.sglang import SglangModel
@@ -49,8 +48,6 @@ STATUS = {1: "waiting", 2: "running", 3: "preempted"}
 #: The radix twin calls a retracted request waiting.
 RADIX_STATUS = {1: "waiting", 2: "running", 3: "waiting"}
 HELD_DESTINATION = 6
-#: of `REQUEST.host`
-DEPENDENT = 4
 
 
 def rank_state(rank: SchedulerRank) -> dict[str, Any]:
@@ -111,57 +108,68 @@ def paged_state(rank: SchedulerRank) -> dict[str, Any]:
 
 
 def tier_state(rank: SchedulerRank) -> dict[str, Any]:
-    """What `PagedModel.state()` says of lower tiers."""
-    view, tiers = rank._state.view, rank.config.tiers_attached
-    assert tiers is not None
-    requests, offloads, jobs, handoffs = rank.requests, view("offloads"), view("tier_jobs"), view("handoffs")
+    """What `PagedModel.state()` says of the KVBM tiers."""
+    state = rank._state
+    tiers, entries, jobs, blocks = (state.view(name) for name in ("tiers", "tier_entries", "tier_jobs", "tier_blocks"))
+    own, requests, config = tiers[0], rank.requests, rank.config.kvbm_tiers
+    assert config is not None
+
+    def chained(head: int) -> list[int]:
+        found, row = [], head
+        while row >= 0:
+            found.append(row)
+            row = int(jobs[row]["next"])
+        return found
+
+    def keys(row: int, first: int = 0) -> list[int]:
+        start = int(jobs[row]["first"])
+        return [int(block["hash"]) for block in blocks[start + first : start + int(jobs[row]["count"])]]
+
+    def store(tier: Tier) -> dict[str, Any]:
+        mine = entries[entries["tier"] == tier]
+        lru, row = [], int(own["lru_head"][tier])
+        while row >= 0:
+            lru.append(int(entries[row]["hash"]))
+            row = int(entries[row]["next"])
+        return {
+            "resident": sorted(mine["hash"][mine["state"] == TierState.RESIDENT].tolist()),
+            "pending": sorted(mine["hash"][mine["state"] != TierState.RESIDENT].tolist()),
+            "pins": sorted((int(e["hash"]), int(e["pins"])) for e in mine if e["pins"]),
+            "lru": lru,
+        }
 
     def id_of(slot: int) -> int:
         return int(requests[slot]["id_hi"]) << 64 | int(requests[slot]["id_lo"])
 
-    def store(tier: Tier) -> dict[str, Any]:
-        blocks = tier_blocks(rank, tier)
-        here = blocks[blocks["state"] != TierState.QUEUED]
-        return {
-            "resident": here["hash"][here["state"] == TierState.RESIDENT].tolist(),
-            "pending": here["hash"][here["state"] == TierState.ARRIVING].tolist(),
-            # The room of a staged block is taken and held from the start.
-            "pins": [(int(row["hash"]), int(row["pins"])) for row in here if row["pins"]],
-            "lru": tier_lru(rank, tier).tolist(),
-        }
-
-    transfers, hashes = tier_transfers(rank)
-    shown = [
-        (TierLink(int(row["link"])), bool(row["waiting"]), keys.tolist())
-        for row, keys in zip(transfers, hashes, strict=True)
-    ]
-
-    def parked(slot: int) -> tuple[int, int, list[int]]:
-        job = jobs[int(offloads[slot]["load"])]
-        blocks = view("tier_blocks")[int(job["first"]) :][: int(job["count"])]
-        prefix = int(job["prefix"])
-        return id_of(slot), prefix, blocks["hash"][prefix:].tolist()
-
-    offloading = int(view("tiers")[0]["num_offloads"]) > 0
-    pending = [slot for slot in range(len(requests)) if handoffs[slot]["role"] == HandoffRole.DESTINATION_PENDING]
-    owners = [*rank.running, *rank.waiting, *pending]
+    ended = chained(int(own["ended_head"]))
+    swaps = sorted(np.flatnonzero(jobs["kind"] == TierJob.SWAP).tolist(), key=lambda row: int(jobs[row]["id"]))
+    owners = [slot for slot in range(len(requests)) if requests[slot]["status"] and state.depends(slot)]
     return {
         "tiers": {
             "g2": store(Tier.G2),
-            "g3": store(Tier.G3) if tiers.num_g3_blocks else None,
-            "g4": store(Tier.G4) if tiers.g4_storage else None,
+            "g3": store(Tier.G3) if config.num_g3_blocks else None,
+            "g4": store(Tier.G4) if config.g4_storage else None,
+            "offloads": int(own["num_offloads"]),
             "queued": {
-                link.name.lower(): [keys for at, waiting, keys in shown if at is link and waiting]
-                for link in (TierLink.G1_TO_G2, TierLink.G2_TO_G3, TierLink.G2_TO_G4)
+                name: [keys(row) for row in chained(int(own["wait_head"][tier]))]
+                for name, tier in (("g1_to_g2", Tier.G2), ("g2_to_g3", Tier.G3), ("g2_to_g4", Tier.G4))
             },
-            "on_links": {
-                link.name.lower(): [keys for at, waiting, keys in shown if at is link and not waiting]
+            "on_links": [
+                len(chained(int(own["link_head"][link]))) + sum(jobs[row]["link"] == link for row in ended)
                 for link in TierLink
-            },
+            ],
         },
-        "parked": [parked(int(slot)) for slot in rank.parked],
-        "quarantined": int(view("tiers")[0]["num_quarantined"]),
-        "dependent": sorted(id_of(slot) for slot in owners if offloading and requests[slot]["host"] & DEPENDENT),
+        "parked": [
+            (
+                None if jobs[row]["slot"] < 0 else id_of(int(jobs[row]["slot"])),
+                int(jobs[row]["prefix"]),
+                keys(row, int(jobs[row]["prefix"])),
+                False,
+            )
+            for row in swaps
+        ],
+        "quarantined": int(own["num_quarantined"]),
+        "dependent": sorted(id_of(slot) for slot in owners),
     }
 
 

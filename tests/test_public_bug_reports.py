@@ -385,7 +385,11 @@ def test_32_a_reference_too_many_or_too_few_is_found(change: int) -> None:
         ("requests", "id_lo", 1000),
         ("blocks", "hash", 1),
         ("blocks", "hashed", -1),
-        ("slots", "first", 1),
+        ("blocks", "hashed", 16 << 1),
+        ("blocks", "link", 1),
+        ("blocks", "follow", 1),
+        ("heads", "", 1),
+        ("copies", "next", 1),
     ],
 )
 def test_32_any_broken_count_or_link_is_found(section: str, field: str, change: int) -> None:
@@ -393,13 +397,14 @@ def test_32_any_broken_count_or_link_is_found(section: str, field: str, change: 
     rows = engine.rank._state.view(section, writable=True)
     if section == "blocks":
         at = first(engine, lambda blocks: blocks["hashed"] > 0)
-    elif section == "slots":
-        at = int(np.flatnonzero(rows["first"] >= 0)[0])
+    elif section == "heads":
+        at = int(np.flatnonzero(rows >= 0)[0])
     elif section == "requests":
         at = int(engine.rank.running[0])
     else:
         at = 0
-    rows[field][at] = rows[field][at] + np.array(change).astype(rows[field].dtype)
+    column = rows[field] if field else rows
+    column[at] = column[at] + np.array(change).astype(column.dtype)
     with pytest.raises(IntegrityError):
         engine.rank.check_integrity()
 

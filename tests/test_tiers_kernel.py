@@ -135,7 +135,6 @@ def test_growth_waits_for_an_offload_and_nobody_is_preempted():
     row = rank.request_row(2)
     assert (row["generated"], row["allocated"], row["computed"]) == (0, 4, 4)
     assert rank.metrics().preemptions_total == 0 and rank.metrics().running_requests == 2
-    assert tiers_of(done.kv_events) == ["host_pinned"]
     _, done = run(rank, executed.end_ms)
     assert 2 in [o.request_id for o in done.outputs]
     row = rank.request_row(2)

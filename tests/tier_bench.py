@@ -160,7 +160,7 @@ class Bench:
 
     @property
     def parked(self) -> list[int]:
-        return [number for number, *_ in self.state["parked"]]
+        return [number for number, *_ in self.state["parked"] if number is not None]
 
     @property
     def dependent(self) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvsim.errors import IntegrityError
+from kvsim.layout import BlockFlag as _Flag
 from kvsim.layout import HandoffRole as _Role
 from kvsim.layout import Tier as _Tier
 from kvsim.layout import TierJob as _Job
@@ -38,8 +39,8 @@ def check_rank(state: Any, locked: Sequence[int] = ()) -> None:
     """Verify the arena of a `RankState` between passes.
 
     Paged engines: every block is in exactly one place and its references are
-    its occurrences in block tables; lists link both ways; the hash table finds
-    each findable block under its hash and nothing else; every sum equals its
+    its occurrences in block tables; lists link both ways; the index finds each
+    findable block under its hash and nothing else; every sum equals its
     recount. Radix engine: every page is free, in the tree or of one request;
     the tree links both ways and is indexed; locks are those of the leases; the
     eviction heap holds the unlocked leaves in order; every sum equals its
@@ -83,7 +84,7 @@ def check_rank(state: Any, locked: Sequence[int] = ()) -> None:
     _check_pool(state, config, header, blocks)
     _check_queues(state, config, header, requests)
     if config["caching"]:
-        _check_hash_table(state, blocks)
+        _check_findable(state, requests, live, blocks)
     else:
         _require(not blocks["hashed"].any(), "prefix caching is off but a block is findable")
     if config["host"]:
@@ -236,26 +237,82 @@ def _check_handoffs(state: Any, config: Any, header: Any, requests: Any, prebuil
     _same("promised_blocks", header["promised_blocks"], (-(-total // config["block_size"]) - rows["n_blocks"]).sum())
 
 
-def _check_hash_table(state: Any, blocks: Any) -> None:
-    slots = state.view("slots")
-    used = np.flatnonzero(slots["first"] >= 0)
+def _check_findable(state: Any, requests: Any, live: Any, blocks: Any) -> None:
+    """Each hash is in the forest once, its newer copies in a ring; live prompts find in it what is there."""
+    flags, links, follows = blocks["hashed"], blocks["link"], blocks["follow"]
+    findable, newer = (flags & _Flag.FINDABLE) != 0, (flags & _Flag.NEWER) != 0
+    copied, rooted = (flags & _Flag.COPIED) != 0, (flags & _Flag.ROOTED) != 0
+    _require(((flags == 0) | findable).all() and (flags >> len(_Flag) == 0).all(), "a block has impossible flags")
+    none = blocks[~findable]
+    _require((none["link"] == -1).all() and (none["follow"] == -1).all(), "a block that is not findable is linked")
+    _require(
+        (flags[newer] == _Flag.FINDABLE | _Flag.NEWER).all() and (follows[newer] == -1).all(),
+        "a newer copy is in the forest",
+    )
+    forest = np.flatnonzero(findable & ~newer)
+    _same("distinct hashes", len(np.unique(blocks["hash"][forest])), len(forest))
+
+    # What is found through the block before it, and what that block finds, are each other's neighbours.
+    below = np.flatnonzero(findable & ~newer & ~rooted)
+    above = forest[follows[forest] != -1]
+    _require(
+        np.isin(links[below], above).all() and (follows[links[below]] == below).all(),
+        "a block is not the one behind the block before it",
+    )
+    _same("blocks behind another", len(above), len(below))
+    up = links[below]
+    for _ in range(len(below)):
+        up = links[up[~rooted[up]]]
+        if len(up) == 0:
+            break
+    _require(len(up) == 0, "blocks are behind each other in a circle")
+
+    heads = state.view("heads")
     seen = np.zeros(len(blocks), bool)
-    mask = len(slots) - 1
-    for at in used:
-        entry = slots[at]
-        home = int(entry["hash"]) & mask
-        gap = np.arange(home, home + ((int(at) - home) & mask)) & mask
-        _require((slots["first"][gap] >= 0).all(), f"hash slot {at} cannot be reached from its home {home}")
-        before, block = -1, int(entry["first"])
-        while block >= 0:
-            _require(not seen[block], f"block {block} is listed under two hashes")
+    for at in np.flatnonzero(heads != -1).tolist():
+        block = int(heads[at])
+        while block != -1:
+            _require(rooted[block] and not seen[block], f"block {block} in chain {at} is not rooted, or is in two")
+            _same(f"chain of block {block}", int(blocks["hash"][block]) & (len(heads) - 1), at)
             seen[block] = True
-            _same(f"block {block}: hash", blocks[block]["hash"], entry["hash"])
-            _same(f"block {block}: copy_prev", blocks[block]["copy_prev"], before)
-            before, block = block, int(blocks[block]["copy_next"])
-        _same(f"hash slot {at}: last", entry["last"], before)
-    _require((seen == (blocks["hashed"] != 0)).all(), "the hash table is not the findable blocks")
-    _same("distinct hashes", len(np.unique(slots["hash"][used])), len(used))
+            block = int(links[block])
+    _require((seen == rooted).all(), "a rooted block is in no chain")
+
+    copies = state.view("copies")
+    _require((copies[~(newer | copied)] == np.zeros(1, copies.dtype)).all(), "a block without copies is in a ring")
+    ringed = newer & False
+    for oldest in np.flatnonzero(copied).tolist():
+        before, block = oldest, int(copies["next"][oldest])
+        _require(block != oldest, f"block {oldest} is alone in its ring")
+        while True:
+            _same(f"block {block}: older copy", int(copies["prev"][block]), before)
+            if block == oldest:
+                break
+            _require(newer[block] and not ringed[block], f"block {block} in the ring of {oldest} is no newer copy")
+            _same(f"block {block}: hash", blocks["hash"][block], blocks["hash"][oldest])
+            ringed[block] = True
+            before, block = block, int(copies["next"][block])
+    _require((ringed == newer).all(), "a newer copy is in no ring")
+
+    tables = state.view("tables")
+    for slot in live.tolist():
+        row, hashes = requests[slot], state.content_hashes(slot)
+        owned = tables[row["table"] : row["table"] + row["n_blocks"]] if row["n_blocks"] else tables[:0]
+        sealed = np.flatnonzero(flags[owned])
+        _require(
+            (blocks["hash"][owned[sealed]] == hashes[sealed]).all(),
+            f"request row {slot} owns a block with the hash of another",
+        )
+        known = hashes[: row["hashed"]]
+        here = np.isin(known, blocks["hash"][forest])
+        cached = len(known) if here.all() else int(np.argmin(here))
+        found = state.lookup(slot)
+        _same(f"request row {slot}: findable leading blocks", len(found), cached)
+        _require(not here[cached:].any(), f"request row {slot}: a block is findable, and one before it is not")
+        _require(
+            (findable & ~newer)[found].all() and (blocks["hash"][found] == known[:cached]).all(),
+            f"request row {slot} finds a block that is not the oldest copy",
+        )
 
 
 # ---------------------------------------------------------------- host tier
@@ -395,14 +452,22 @@ def _check_tiers(state: Any, config: Any, header: Any, requests: Any) -> list[in
     if shared:
         _check_tier_entries(deep_state, config, low, deep["tier_entries"])
 
+    ended: dict[int, list[int]] = {link: [] for link in _Link}
+    for table, heap, mine in ((own, jobs, slice(0, 2)), (low, deep["tier_jobs"], slice(2, None))):
+        unsettled = _chained("ended", int(table["ended_head"]), int(table["ended_tail"]), heap)
+        first = min((float(heap["ended_ms"][row]) for row in unsettled), default=np.inf)
+        _same("ended_ms", float(table["ended_ms"]), first)
+        for row in unsettled:
+            if heap["link"][row] in list(_Link)[mine]:
+                ended[int(heap["link"][row])].append(row)
     links = {}
     for link in _Link:
-        table, head = (own, jobs) if link < _Link.G2_TO_G3 else (low, deep["tier_jobs"])
-        found = _chained(f"{link.name} link", int(table["link_head"][link]), int(table["link_tail"][link]), head)
-        _require((head["link"][found] == link).all(), f"a job on the link {link.name} does not know it")
-        _require((np.diff(head["id"][found]) != 0).all(), f"a job is twice on the link {link.name}")
+        table, heap = (own, jobs) if link < _Link.G2_TO_G3 else (low, deep["tier_jobs"])
+        found = _chained(f"{link.name} link", int(table["link_head"][link]), int(table["link_tail"][link]), heap)
+        _require((heap["link"][found] == link).all(), f"a job on the link {link.name} does not know it")
         _same(f"{link.name} has an end", bool(table["link_next_ms"][link] < np.inf), bool(found))
-        links[link] = found
+        links[link] = found + ended[link]
+    _require(own["done_head"] == -1 and own["done_tail"] == -1, "a swap is over and was not shown")
     waiting = {
         tier: _chained(
             f"batches for {tier.name}",
@@ -413,27 +478,35 @@ def _check_tiers(state: Any, config: Any, header: Any, requests: Any) -> list[in
         for tier in _Tier
     }
     kinds, deep_kinds = jobs["kind"], deep["tier_jobs"]["kind"]
-    mine = deep["tier_jobs"]["rank"] == owner
-    offloads = links[_Link.G1_TO_G2] + waiting[_Tier.G2]
-    _same("offload jobs", sorted(offloads), np.flatnonzero(kinds == _Job.OFFLOAD).tolist())
+    ours = deep["tier_jobs"]["rank"] == owner
+    offloads, swaps = (np.flatnonzero(kinds == kind).tolist() for kind in (_Job.OFFLOAD, _Job.SWAP))
+    batches = links[_Link.G1_TO_G2] + waiting[_Tier.G2]
+    stages = [row for link in (_Link.G3_TO_G2, _Link.G4_TO_G2) for row in links[link] if ours[row]]
+    copies = [row for link in (_Link.G2_TO_G3, _Link.G2_TO_G4) for row in links[link] if ours[row]]
+    copies += waiting[_Tier.G3] + waiting[_Tier.G4]
     _same("num_offloads", own["num_offloads"], len(offloads))
-    _require(not waiting[_Tier.G2] or links[_Link.G1_TO_G2], "batches wait for a link that is idle")
-    swaps = np.flatnonzero(kinds == _Job.SWAP).tolist()
-    stages = [row for link in (_Link.G3_TO_G2, _Link.G4_TO_G2) for row in links[link] if mine[row]]
-    _same("stage jobs", sorted(stages), np.flatnonzero((deep_kinds == _Job.STAGE) & mine).tolist())
-    _same("staged swaps", sorted(links[_Link.G2_TO_G1]), [row for row in swaps if jobs[row]["stages"] == 0])
-    parents = deep["tier_jobs"]["parent"][stages].tolist()
-    _require(all(jobs[row]["stages"] == parents.count(row) for row in swaps), "a swap miscounts its stages")
-    copies = []
-    for tier, link in ((_Tier.G3, _Link.G2_TO_G3), (_Tier.G4, _Link.G2_TO_G4)):
-        running = [row for row in links[link] if mine[row]]
-        _same(f"copies to {tier.name} on the link", own["num_running"][tier], len(running))
-        _require(not waiting[tier] or running, f"copies wait for {tier.name} and none is on the link")
-        copies += running
-    _same("offloads on the link", own["num_running"][_Tier.G2], len(links[_Link.G1_TO_G2]))
-    queued = len(waiting[_Tier.G3]) + len(waiting[_Tier.G4])
-    _same("copy jobs", len(copies) + queued, int(((deep_kinds == _Job.COPY) & mine).sum()))
-    _same("num_transfers", header["num_transfers"], len(offloads) + len(swaps) + len(stages) + len(copies) + queued)
+    for name, rows_of, kind, among in (
+        ("batches", batches, _Job.BATCH, kinds == _Job.BATCH),
+        ("stages", stages, _Job.STAGE, (deep_kinds == _Job.STAGE) & ours),
+        ("copies", copies, _Job.COPY, (deep_kinds == _Job.COPY) & ours),
+    ):
+        _same(f"{name} on a link or waiting for it", sorted(rows_of), np.flatnonzero(among).tolist())
+    _same("swaps on the link", sorted(links[_Link.G2_TO_G1]), [row for row in swaps if jobs[row]["stages"] == 0])
+    for leaders, followers, heap in ((offloads, batches, jobs), (swaps, stages, deep["tier_jobs"])):
+        parents = heap["parent"][followers].tolist()
+        _require(all(jobs[row]["stages"] == parents.count(row) for row in leaders), "a job miscounts its parts")
+        _require(set(parents) <= set(leaders), "a part of a job has no whole")
+    for tier, link, most in (
+        (_Tier.G2, _Link.G1_TO_G2, config["offload_batch"]),
+        (_Tier.G3, _Link.G2_TO_G3, 1),
+        (_Tier.G4, _Link.G2_TO_G4, config["offload_batch"]),
+    ):
+        running = len(links[link]) if tier is _Tier.G2 else int(ours[links[link]].sum())
+        _same(f"batches on the link to {tier.name}", own["num_running"][tier], running)
+        _require(running <= most, f"{running} batches go to {tier.name} at a time")
+        _require(not waiting[tier] or running == most, f"a batch waits for {tier.name} without need")
+    total = len(batches) + len(swaps) + len(stages) + len(copies)
+    _same("num_transfers", header["num_transfers"], total)
 
     def of(job: Any, heap: Any) -> Any:
         return heap[job["first"] : job["first"] + job["count"]]
@@ -441,29 +514,48 @@ def _check_tiers(state: Any, config: Any, header: Any, requests: Any) -> list[in
     held: list[int] = []
     pins = np.zeros(len(entries), np.int64)
     filled: list[int] = []
-    for row in offloads:
+    for row in batches:
         part = of(jobs[row], rows)
-        _require(1 <= len(part) <= config["offload_batch"], f"an offload has {len(part)} blocks")
-        _require((entries["hash"][part["entry"]] == part["hash"]).all(), "an offload names another block")
-        on_link = jobs[row]["link"] >= 0
-        _require((entries["state"][part["entry"]] == (_State.ARRIVING if on_link else _State.QUEUED)).all(), "a state")
+        _require(1 <= len(part) <= config["offload_batch"], f"a batch has {len(part)} blocks")
+        _require((entries["hash"][part["entry"]] == part["hash"]).all(), "a batch names another block")
         filled += part["entry"].tolist()
         held += part["block"].tolist()
+    for row in offloads:
+        held += of(jobs[row], rows)["block"].tolist()
     _same("num_quarantined", own["num_quarantined"], len(held))
     for row in swaps:
         part = of(jobs[row], rows)
-        np.add.at(pins, part["entry"][jobs[row]["prefix"] :], 1)
+        brought = part["entry"][jobs[row]["prefix"] :]
+        _require((brought >= 0).all(), "a swap brings a block that G2 knows nothing of")
+        np.add.at(pins, brought[entries["state"][brought] == _State.RESIDENT], 1)
+        filled += brought[entries["state"][brought] == _State.ARRIVING].tolist()
         held += part["block"].tolist()
-    for row in stages:
-        filled += of(deep["tier_jobs"][row], deep["tier_blocks"])["entry"].tolist()
     for row in copies:
         np.add.at(pins, of(deep["tier_jobs"][row], deep["tier_blocks"])["entry"], 1)
     near = entries["tier"] == _Tier.G2
     _require((entries["pins"][near] == pins[near]).all(), "pins of G2 differ from the jobs that read it")
     arriving = np.flatnonzero(near & (entries["state"] != _State.RESIDENT))
     _same("blocks on their way to G2", sorted(filled), arriving.tolist())
+    if not shared:
+        _check_below(deep, stages, copies)
     _check_parked(state, own, requests, jobs, swaps)
     return held
+
+
+def _check_below(deep: Any, stages: list[int], copies: list[int]) -> None:
+    """What lies in G3 and G4 is pinned by the stages that read it and on its way as long as a copy brings it."""
+    jobs, rows, entries = deep["tier_jobs"], deep["tier_blocks"], deep["tier_entries"]
+    pins, filled = np.zeros(len(entries), np.int64), []
+    for row in stages:
+        first = jobs[row]["first"]
+        np.add.at(pins, rows["below"][first : first + jobs[row]["count"]], 1)
+    for row in copies:
+        first = jobs[row]["first"]
+        filled += rows["below"][first : first + jobs[row]["count"]].tolist()
+    low = entries["tier"] > _Tier.G2
+    _require((entries["pins"][low] == pins[low]).all(), "pins of G3 and G4 differ from the stages that read them")
+    arriving = np.flatnonzero(low & (entries["state"] != _State.RESIDENT))
+    _same("blocks on their way to G3 and G4", sorted(filled), arriving.tolist())
 
 
 def _check_tier_entries(state: Any, config: Any, tiers: Any, entries: Any) -> None:
@@ -477,9 +569,8 @@ def _check_tier_entries(state: Any, config: Any, tiers: Any, entries: Any) -> No
             _same("block found in its tier", found, row)
     for tier in _Tier:
         mine = entries["tier"] == tier
-        room = mine & (entries["state"] != _State.QUEUED)
-        _same(f"num_entries of {tier.name}", tiers["num_entries"][tier], room.sum())
-        _require(room.sum() <= config["tier_blocks"][tier], f"{room.sum()} blocks in {tier.name}")
+        _same(f"num_entries of {tier.name}", tiers["num_entries"][tier], mine.sum())
+        _require(mine.sum() <= config["tier_blocks"][tier], f"{mine.sum()} blocks in {tier.name}")
         order = _chained(f"LRU of {tier.name}", int(tiers["lru_head"][tier]), int(tiers["lru_tail"][tier]), entries)
         _same(f"num_evictable of {tier.name}", tiers["num_evictable"][tier], len(order))
         free = mine & (entries["state"] == _State.RESIDENT) & (entries["pins"] == 0)
@@ -491,9 +582,7 @@ def _check_parked(state: Any, tiers: Any, requests: Any, jobs: Any, swaps: list[
     loads = state.view("offloads")["load"]
     _same("parked requests", sorted(parked), np.flatnonzero(requests["host"] & _PARKED).tolist())
     _same("asleep", state.view("header")[0]["num_asleep"], len(parked))
-    _require(
-        (requests["status"][parked] == _WAITING).all(), "a parked request is not one that waits for the first time"
-    )
+    _require((requests["status"][parked] == _WAITING).all(), "a parked request is not one that waits for the first time")
     followed = sorted(int(jobs[row]["slot"]) for row in swaps if jobs[row]["slot"] >= 0)
     _same("requests of swaps", followed, sorted(parked))
     for slot in parked:

@@ -16,11 +16,11 @@ __all__ = [
     "ADMISSION_LOG",
     "BLOCK",
     "CONFIG",
+    "COPY",
     "EVENT",
     "EVENT_BLOCK",
     "HANDOFF",
     "HANDOFF_RECORD",
-    "HASH_SLOT",
     "HEADER",
     "HOST",
     "HOST_ENTRY",
@@ -49,6 +49,7 @@ __all__ = [
     "TIER_JOB",
     "TRANSFER",
     "TRANSFER_BLOCK",
+    "BlockFlag",
     "FailReason",
     "HandoffRole",
     "OffloadEventKind",
@@ -78,6 +79,16 @@ class Pool(enum.IntEnum):
     AGGREGATED = 0
     PREFILL = 1
     DECODE = 2
+
+
+class BlockFlag(enum.IntFlag):
+    """What the index of findable blocks knows of a block: the column `hashed` of `BLOCK`."""
+
+    FINDABLE = 1  # by its hash
+    NEWER = 2  # there is an older copy of the hash, which lookups take
+    COPIED = 4  # the oldest of several copies
+    ROOTED = 8  # found through `heads`, not through the block before it
+    BRANCHED = 16  # a block behind it is, or was, found through `heads`
 
 
 class HandoffRole(enum.IntEnum):
@@ -120,23 +131,24 @@ class TierLink(enum.IntEnum):
 class TierState(enum.IntEnum):
     """How far a block of a KVBM tier is."""
 
-    #: Its batch waits for its turn; it takes no room yet.
-    QUEUED = 0
-    ARRIVING = 1
-    RESIDENT = 2
+    #: It has its room; its transfer waits for its turn or is on a link.
+    ARRIVING = 0
+    RESIDENT = 1
 
 
 class TierJob(enum.IntEnum):
     """What a row of TIER_JOB is; 0 is an unused row."""
 
-    #: Evicted blocks on their way from the device to G2.
+    #: What one allocation evicted; its blocks are those that need no transfer.
     OFFLOAD = 1
+    #: A part of an offload on its way from the device to G2.
+    BATCH = 2
     #: Blocks on their way back to the device, for a parked request.
-    SWAP = 2
+    SWAP = 3
     #: The part of a swap that lies in G3 or G4, on its way to G2.
-    STAGE = 3
+    STAGE = 4
     #: Blocks of G2 that are copied on to G3 or G4.
-    COPY = 4
+    COPY = 5
 
 
 class OffloadEventKind(enum.IntEnum):
@@ -413,18 +425,17 @@ BLOCK = np.dtype(
         ("refs", "<i4"),
         ("prev", "<i4"),  # inactive list, oldest first
         ("next", "<i4"),
-        ("copy_prev", "<i4"),  # copies of the same hash, oldest first
-        ("copy_next", "<i4"),
-        ("hashed", "<i4"),  # 1: findable by `hash`
+        ("link", "<i4"),  # block before it in its prompt; ROOTED: next in its chain; NEWER: the oldest copy, once
+        ("follow", "<i4"),  # block behind it in a prompt, found through it
+        ("hashed", "<i4"),  # BlockFlag, 0: not findable
     ]
 )
 
-#: A slot of the table of findable blocks, 16 bytes.
-HASH_SLOT = np.dtype(
+#: The copies of one hash in a ring, from older to newer, by block, 8 bytes; zero where there is but one.
+COPY = np.dtype(
     [
-        ("hash", "<u8"),
-        ("first", "<i4"),  # oldest copy, NO_BLOCK: empty slot
-        ("last", "<i4"),
+        ("prev", "<i4"),
+        ("next", "<i4"),
     ]
 )
 
@@ -446,8 +457,8 @@ HOST = np.dtype(
         ("stored_blocks", "<i8"),  # blocks that completed stores have brought
         ("loaded_blocks", "<i8"),  # and completed loads
         ("evicted_blocks", "<i8"),
-        ("device_hit_tokens", "<i8"),  # reused by first admissions, from the device
-        ("host_hit_tokens", "<i8"),  # and from the host
+        ("device_hit_tokens", "<i8"),  # of either design: reused by first admissions, from the device
+        ("lower_hit_tokens", "<i8"),  # and from below
         ("load_wait_ms", "<f8"),  # summed over requests: from the decision to load to the end of the load
         ("fence_wait_ms", "<f8"),  # summed over passes: that the computation waited for stores
         ("store_tail_ms", "<f8"),  # when the last transfer of each lane ends
@@ -558,13 +569,15 @@ TIERS = np.dtype(
         ("blocks_used", "<i8"),  # bump pointer of the heap of job blocks
         ("num_entries", "<i8", (NUM_TIERS,)),  # blocks that take room in each tier
         ("num_evictable", "<i8", (NUM_TIERS,)),  # those that are resident and not pinned: those of the LRU list
-        ("num_offloads", "<i8"),  # offload jobs, waiting ones included
-        ("num_running", "<i8", (NUM_TIERS,)),  # jobs on the links towards each tier
-        ("num_quarantined", "<i8"),  # device blocks that offload jobs read
+        ("num_offloads", "<i8"),  # those that are not over
+        ("num_running", "<i8", (NUM_TIERS,)),  # batches on the links towards each tier, until their end was settled
+        ("num_quarantined", "<i8"),  # device blocks that offloads hold
         ("moved", "<i8", (NUM_LINKS,)),  # blocks carried by each link so far
         ("evicted", "<i8", (NUM_TIERS,)),  # blocks that left each tier for others
         ("parked_ms", "<f8"),  # summed over requests: from parking until its end was seen
         ("seen_ms", "<f8"),  # until when that is counted
+        ("clock_ms", "<f8"),  # latest time that was looked at; nothing starts before it
+        ("ended_ms", "<f8"),  # first end that was not settled yet, infinity: none
         ("link_ms", "<f8", (NUM_LINKS,)),  # until when progress is accounted for
         ("link_next_ms", "<f8", (NUM_LINKS,)),  # when the next transfer of the link ends, infinity: none
         ("link_head", "<i4", (NUM_LINKS,)),  # transfers, in order of their start
@@ -575,6 +588,10 @@ TIERS = np.dtype(
         ("wait_tail", "<i4", (NUM_TIERS,)),
         ("free_entry", "<i4"),  # heads of the lists of unused rows
         ("free_job", "<i4"),
+        ("ended_head", "<i4"),  # transfers that have ended and were not settled
+        ("ended_tail", "<i4"),
+        ("done_head", "<i4"),  # swaps whose blocks have come, in order of parking; empty between calls
+        ("done_tail", "<i4"),
         ("parked_head", "<i4"),  # parked requests, in order of parking
         ("parked_tail", "<i4"),
         ("span_free", "<i4", (TABLE_CLASSES,)),  # heads of the free spans of 2**k job blocks
@@ -596,19 +613,20 @@ TIER_ENTRY = np.dtype(
     ]
 )
 
-#: A transfer between KVBM tiers, or what leads several, 64 bytes.
+#: A transfer between KVBM tiers, or what leads several, 72 bytes.
 TIER_JOB = np.dtype(
     [
         ("id", "<i8"),
         ("remaining", "<f8"),  # bytes left, while on a link
+        ("ended_ms", "<f8"),  # when it ended, until that is settled
         ("first", "<i4"),  # span of the heap of job blocks, of 2**span_class rows
         ("count", "<i4"),  # rows in use
         ("kind", "<i4"),  # TierJob
         ("link", "<i4"),  # TierLink, -1: on none
         ("slot", "<i4"),  # swap: row of the request, NO_SLOT: it was cancelled
         ("rank", "<i4"),  # stage and copy: number of the rank it belongs to
-        ("parent", "<i4"),  # stage: row of its swap
-        ("stages", "<i4"),  # swap: its stages that have not ended
+        ("parent", "<i4"),  # batch: row of its offload; stage: of its swap
+        ("stages", "<i4"),  # offload, swap: its batches or stages that have not ended
         ("prefix", "<i4"),  # swap: leading rows that are pinned blocks of the device
         ("span_class", "<i4"),
         ("prev", "<i4"),  # its link, or its waiting list

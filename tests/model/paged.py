@@ -41,7 +41,7 @@ from model.handoff import HandoffRank, Handoffs
 from model.hashing import ChaCha12, chain, lineage_hash, local_hash, synthetic_token
 from model.host import LOAD, STORE, HostTier, Transfer
 from model.pool import Block, BlockPool, Reservation
-from model.tiers import SwapIn, Tiers
+from model.tiers import Offload, SwapIn, Tiers
 from model.timing import Timing
 from model.welford import Welford
 
@@ -52,6 +52,10 @@ WAITING, RUNNING, PREEMPTED = "waiting", "running", "preempted"
 
 class Blocked(Exception):  # noqa: N818
     """An allocation has to wait for what it pushed out."""
+
+    def __init__(self, offload: Offload) -> None:
+        super().__init__(offload.id)
+        self.offload = offload
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -126,8 +130,8 @@ class Live:
     #: sleeps in the connector queue until a transfer makes progress
     asleep: bool = False
     #: an allocation for it had to push blocks out, which is not over
-    dependent: bool = False
-    #: leading blocks that were in the pool when its first swap-in began
+    dependency: Offload | None = None
+    #: leading blocks in the pool when its first swap-in began
     swap_base: int | None = None
 
     @property
@@ -175,8 +179,6 @@ class PassState:
     duration_ms: float = 0.0
     #: requests that went to sleep until a transfer makes progress
     deferrals: int = 0
-    #: when the next transfer of a lower tier ends, as far as it is known before tokens are emitted
-    stall_ms: float | None = None
 
 
 class PagedModel(HandoffRank):
@@ -209,9 +211,7 @@ class PagedModel(HandoffRank):
         #: what each unfinished store brings: (index in the prompt, block as announced, parent's hash)
         self.store_blocks: dict[int, list[tuple[int, StoredBlock, int | None]]] = {}
         #: tiers that take what is evicted
-        self.tiers = None
-        if config.tiers_attached is not None:
-            self.tiers = Tiers(config, self.pool.free_quarantined, self._announce_host, self._end_swap_in)
+        self.tiers = Tiers(config, self.pool.free_quarantined, self._announce_host) if config.tiers_attached else None
         #: requests whose blocks come back, in the order in which they began
         self.parked: list[Parked] = []
         #: block hash -> (block as announced, parent's hash), of every block that was ever findable
@@ -516,9 +516,9 @@ class PagedModel(HandoffRank):
     # ------------------------------------------------------------ the pass
 
     def execute_pass(self, now_ms: float) -> RankPass:
+        before = self.metrics()
         self.now_ms = now_ms
         self._tick(now_ms)
-        before, shown_by_tick = self.metrics(), len(self.event_buffer)
         budget = self.config.max_num_batched_tokens
         work = PassState(now_ms, math.inf if budget is None else budget)
         self._schedule_running(work)
@@ -529,22 +529,21 @@ class PagedModel(HandoffRank):
         prefill_ms = self.timing.prefill_ms(work.prefill_count, work.prefill_isl, work.prefill_prefix)
         work.duration_ms = prefill_ms
         decode_start = max(now_ms, self.compute_not_before) + prefill_ms
-        work.stall_ms = self._next_transfer_end()
         outputs, decode_ms = self._emission(work)
         outputs += [Output(request_id, None, True, True, None) for request_id in work.rejected]
         end_ms = decode_start + decode_ms
-        took_no_time = end_ms <= now_ms
-        if took_no_time and work.stall_ms is not None:
+        deadline = None if self.tiers is None else self.tiers.next_deadline()
+        if end_ms <= now_ms and deadline is not None:
             # Nothing else can happen before a transfer ends.
-            end_ms = max(work.stall_ms, now_ms)
+            end_ms = max(deadline, now_ms)
 
         events = self._drain_events()
         lifecycle, self.lifecycle = self.lifecycle, []
         signals = [output.request_id for output in outputs if not output.rejected]
         metrics = self.metrics()
         self.last_pass_effect_free = (
-            took_no_time
-            and not (outputs or events[shown_by_tick:] or work.admissions or work.pressure or work.deferrals)
+            end_ms <= now_ms
+            and not (outputs or events or work.admissions or work.pressure or work.deferrals)
             and not any(item.total_tokens for item in work.scheduled.values())
             and metrics == before
         )
@@ -671,8 +670,8 @@ class PagedModel(HandoffRank):
                     return "current preempted"
             else:
                 request.computed = after
-        except Blocked:
-            self._depend(request, work)
+        except Blocked as blocked:
+            self._depend(request, blocked.offload, work)
             return "dependent"
         if after == before and request.computed < request.length:
             return "blocked"
@@ -718,10 +717,10 @@ class PagedModel(HandoffRank):
     # ------------------------------------------------------------ preemption
 
     def _victim(self) -> Live | None:
-        if self.trtllm:
+        candidates = [request for request in self.running if not self._is_dependent(request)]
+        if self.trtllm or not candidates:
             return None
-        order = reversed(self.running) if self.config.preemption_mode == "lifo" else self.running
-        return next((request for request in order if not self._is_dependent(request)), None)
+        return candidates[-1] if self.config.preemption_mode == "lifo" else candidates[0]
 
     def _undo(self, request: Live, work: PassState) -> None:
         """Take back what this pass had given to a victim."""
@@ -835,8 +834,8 @@ class PagedModel(HandoffRank):
                     victim = self._preempt_at_emission(work)
                     if victim is None or victim is request:
                         return False
-            except Blocked:
-                self._depend(request, work)
+            except Blocked as blocked:
+                self._depend(request, blocked.offload, work)
                 return False
             request.entries.append(Entry(block=self.pool.take_fresh(reservation)))
         request.allocated = request.length + 1
@@ -859,10 +858,9 @@ class PagedModel(HandoffRank):
                 fresh += self._blocks(request.length + burst) - self._blocks(request.length)
             try:
                 reservation = self._reserve([], fresh)
-            except Blocked:
-                work.stall_ms = self._next_transfer_end()
+            except Blocked as blocked:
                 for request in ready:
-                    self._depend(request, work)
+                    self._depend(request, blocked.offload, work)
                 return [], 0.0
             if reservation is None:
                 if self._preempt_at_emission(work) is None:
@@ -1083,7 +1081,7 @@ class PagedModel(HandoffRank):
         return "queued"
 
     def _attribution(self, request: Live, reused: int) -> tuple[int, int] | None:
-        """Tokens of the first admission that came from the device and from below."""
+        """Tokens of the first admission that came from the device and from below it."""
         if (self.host is None and self.tiers is None) or request.admitted_before:
             return None
         base = request.swap_base if request.load is None else request.load.base
@@ -1181,37 +1179,26 @@ class PagedModel(HandoffRank):
         removed = [block_hash for _, block_hash, vanished in victims if vanished]
         if removed:
             self._emit(Removed(tuple(removed)))
-        self.tiers.enqueue([(slot, block_hash) for slot, block_hash, _ in victims], self.now_ms)
-        if fresh <= self.pool.free:
-            return
-        # What it had found is the most recent now.
-        found = [self.pool.copies[block_hash][0] for block_hash in prefix if block_hash is not None]
-        for block in reversed([block for block in found if not block.used]):
-            self.pool.inactive.remove(block)
-            self.pool.inactive.append(block)
-        raise Blocked
+        offload = self.tiers.enqueue(
+            [(slot, block_hash if vanished else None) for slot, block_hash, vanished in victims], self.now_ms
+        )
+        if offload is not None:
+            raise Blocked(offload)
 
-    def _depend(self, request: Live, work: PassState) -> None:
-        request.dependent = True
+    def _depend(self, request: Live, offload: Offload, work: PassState) -> None:
+        request.dependency = offload
         work.deferrals += 1
 
-    def _next_transfer_end(self) -> float | None:
-        return None if self.tiers is None else self.tiers.next_deadline()
-
     def _is_dependent(self, request: Live) -> bool:
-        """Whether it still waits for blocks on their way out, its own or those of others."""
-        if request.dependent:
+        if request.dependency is not None:
             assert self.tiers is not None
-            request.dependent = self.tiers.offloading
-        return request.dependent
+            request.dependency = self.tiers.follow(request.dependency)
+        return request.dependency is not None
 
-    def _announce_host(self, kind: str, hashes: list[int]) -> None:
-        if kind == "removed":
-            self._emit(Removed(tuple(hashes)), "host_pinned")
-            return
-        for block_hash in hashes:
-            block, parent = self.known[block_hash]
-            self._emit(Stored(parent, (block,)), "host_pinned")
+    def _announce_host(self, kind: str, block_hash: int) -> None:
+        block, parent = self.known[block_hash]
+        data = Stored(parent, (block,)) if kind == "stored" else Removed((block_hash,))
+        self._emit(data, "host_pinned")
 
     def _begin_swap_in(self, request: Live, work: PassState) -> str:
         """Section 10: "miss", "parked" or "dependent"."""
@@ -1226,9 +1213,9 @@ class PagedModel(HandoffRank):
             return "miss"
         try:
             reservation = self._reserve(keys[:base], len(swap.keys))
-        except Blocked:
+        except Blocked as blocked:
             self.tiers.give_up(swap)
-            self._depend(request, work)
+            self._depend(request, blocked.offload, work)
             return "dependent"
         if reservation is None:
             self.tiers.give_up(swap)
@@ -1249,17 +1236,17 @@ class PagedModel(HandoffRank):
         active = self.pool.active_blocks
         if self.tiers.tick(now_ms):
             self.last_pass_effect_free = False
-        back = [parked for parked in self.parked if parked.swap.done]
-        self.parked = [parked for parked in self.parked if not parked.swap.done]
-        self.waiting[:0] = [parked.request for parked in back if parked.request is not None]
+        back: list[Live] = []
+        for parked in [parked for parked in self.parked if parked.swap.done]:
+            self.parked.remove(parked)
+            if parked.request is None:
+                self.pool.cancel(parked.reservation)
+            else:
+                self._promote(parked.request, parked)
+                back.append(parked.request)
+            self.tiers.release(parked.swap)
+        self.waiting[:0] = back
         self.handoffs.generation += self.pool.active_blocks < active
-
-    def _end_swap_in(self, swap: SwapIn) -> None:
-        [parked] = [parked for parked in self.parked if parked.swap is swap]
-        if parked.request is None:
-            self.pool.cancel(parked.reservation)
-        else:
-            self._promote(parked.request, parked)
 
     def _promote(self, request: Live, parked: Parked) -> None:
         """Blocks that came back are unused cached copies."""
@@ -1292,19 +1279,12 @@ class PagedModel(HandoffRank):
 
     def retry_pending_destinations(self) -> list[Any]:
         pending = self.handoffs.pending
-        if not pending or self.tiers is None or not self._has_slot_for_destination():
-            return super().retry_pending_destinations()
-        deadline = self.tiers.next_deadline()
-        if deadline is not None and deadline < self.now_ms:
-            # What is pushed out starts now, so the links must have come this far.
-            self._tick(self.now_ms)
-        head = pending[0]
-        if self._is_dependent(head.request):
+        if pending and self._is_dependent(pending[0].request):
             return []
         try:
             return super().retry_pending_destinations()
-        except Blocked:
-            head.request.dependent = True
+        except Blocked as blocked:
+            pending[0].request.dependency = blocked.offload
             return []
 
     # ------------------------------------------------------------ boundaries with lower tiers
@@ -1319,13 +1299,11 @@ class PagedModel(HandoffRank):
     def complete_pass(self, pending: PendingPass, end_ms: float) -> PassCompletionEffects:
         self._cross_boundary(end_ms, submit=True)
         self.now_ms = end_ms
-        self._tick(end_ms)
         return super().complete_pass(pending, end_ms)
 
     def complete_idle_group_pass(self, start_ms: float, end_ms: float) -> PassCompletionEffects:
         self._cross_boundary(end_ms, submit=True)
         self.now_ms = end_ms
-        self._tick(end_ms)
         return super().complete_idle_group_pass(start_ms, end_ms)
 
     def next_internal_deadline_ms(self) -> float | None:
@@ -1467,15 +1445,11 @@ class PagedModel(HandoffRank):
         return {
             "tiers": self.tiers.state(),
             "parked": [
-                (parked.request.request_id, parked.base, parked.swap.keys)
-                for parked in self.parked
-                if parked.request is not None
+                (None if p.request is None else p.request.request_id, p.base, p.swap.keys, p.swap.done)
+                for p in self.parked
             ],
             "quarantined": len(self.pool.quarantined),
-            # Asking whether it still waits would end its waiting.
-            "dependent": sorted(
-                owner.request_id for owner in owners if owner.dependent and self.tiers.offloading
-            ),
+            "dependent": sorted(owner.request_id for owner in owners if self._is_dependent(owner)),
         }
 
     def check(self) -> None:
@@ -1531,8 +1505,7 @@ class PagedModel(HandoffRank):
                 pins[id(block)] = pins.get(id(block), 0) + 1
         assert self.pool.reserved == fresh
         if self.tiers is not None:
-            self.tiers.check()
-            assert {id(swap) for swap in self.tiers.swaps()} == {id(item.swap) for item in self.parked}
+            self.tiers.check([item.swap for item in self.parked])
             assert sorted(self.tiers.held_slots()) == sorted(self.pool.quarantined)
         if self.host is not None:
             self.host.check()

@@ -48,12 +48,15 @@ class Store:
     def is_resident(self, key: int) -> bool:
         return key in self.cells and not self.cells[key].pending
 
-    def take(self, key: int) -> None:
-        """A place for a block that is on its way; the oldest block goes if need be."""
+    def take(self, key: int) -> int | None:
+        """A place for a block that is on its way; the block that had to go for it."""
         assert key not in self.cells
+        victim = None
         if self.capacity is not None and len(self.cells) == self.capacity:
-            del self.cells[self.lru.pop(0)]
+            victim = self.lru.pop(0)
+            del self.cells[victim]
         self.cells[key] = Cell()
+        return victim
 
     def arrive(self, key: int) -> None:
         self.cells[key].pending = False
@@ -88,11 +91,23 @@ class Store:
 
 
 @dataclass(eq=False)
+class Offload:
+    """The blocks that one allocation pushed out."""
+
+    id: int
+    #: batches that have not ended
+    open_batches: int = 0
+    #: slots of blocks that need no transfer: they are free when the offload is over
+    spare_slots: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False)
 class Batch:
     """Blocks that go down together; `slots` only of blocks that leave the pool."""
 
     keys: list[int]
     slots: list[int] = field(default_factory=list)
+    offload: Offload | None = None
 
 
 @dataclass(eq=False)
@@ -103,10 +118,10 @@ class SwapIn:
     keys: list[int]
     from_g3: list[int]
     from_g4: list[int]
-    #: links of the first hop whose transfer has not ended
-    staging: list[str] = field(default_factory=list)
+    #: transfers of the first hop that have not ended
+    staging: int = 0
     done: bool = False
-    #: nobody waits for it any more
+    #: nobody waits for it any more; it goes on until the hop that runs has ended
     cancelled: bool = False
 
 
@@ -128,16 +143,14 @@ class Tiers:
     """G2, G3 and G4 of one rank.
 
     `free` is called with the slots that are free again, `announce` with
-    ("stored" | "removed", blocks) for what enters and leaves host memory, and
-    `finish` with a swap-in whose blocks have come.
+    ("stored" | "removed", block) for what enters and leaves host memory.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         free: Callable[[list[int]], None],
-        announce: Callable[[str, list[int]], None],
-        finish: Callable[[SwapIn], None],
+        announce: Callable[[str, int], None],
     ) -> None:
         tiers = config.kvbm_tiers
         assert tiers is not None
@@ -146,7 +159,6 @@ class Tiers:
         self.batch_size = tiers.offload_batch_size or 32
         self.free = free
         self.announce = announce
-        self.finish = finish
         ids = itertools.count()
         lower = Lower(config, ids)
         self.g2 = Store(tiers.num_g2_blocks)
@@ -156,10 +168,12 @@ class Tiers:
         self.carried: dict[int, Batch | SwapIn] = {}
         #: batches that wait for a transfer to end, by link
         self.queued: dict[str, list[Batch]] = {"g1_to_g2": [], "g2_to_g3": [], "g2_to_g4": []}
-        #: link and how many of its transfers that ended together have not been settled
-        self.settling: tuple[str, int] = ("", 0)
-        #: blocks on their way out: they wait for their turn and have no place in G2 yet
-        self.leaving: set[int] = set()
+        self.limits = {"g1_to_g2": self.batch_size, "g2_to_g3": 1, "g2_to_g4": self.batch_size}
+        #: alive, the oldest first
+        self.offloads: list[Offload] = []
+        self.next_offload = 0
+        #: (time, place of its link, transfer): what has ended and nobody has seen yet
+        self.ended: list[tuple[float, int, int]] = []
         self.now = 0.0
         # What happened: swap-ins, blocks copied down in the background and staged, evicted blocks that were not moved.
         self.began = self.returned = self.cancelled = self.copied = self.staged = self.filtered = 0
@@ -167,127 +181,127 @@ class Tiers:
     # ------------------------------------------------------------ time
 
     def next_deadline(self) -> float | None:
-        deadlines = [link.next_deadline_ms() for link in self.links.values()]
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        times = [time for time, _, _ in self.ended]
+        times += [deadline for link in self.links.values() if (deadline := link.next_deadline_ms()) is not None]
+        return min(times, default=None)
+
+    def _carry(self, now: float) -> None:
+        """Let the links work; what ends is not settled."""
+        for place, name in enumerate(LINKS):
+            self.ended += [(time, place, transfer) for transfer, time in self.links[name].advance(now)]
 
     def tick(self, now: float) -> bool:
         """Settle what has ended by now, in order of time; whether anything had."""
         settled = False
         while (deadline := self.next_deadline()) is not None and deadline <= now + SLACK_MS:
-            name = next(name for name in LINKS if self.links[name].next_deadline_ms() == deadline)
-            ended = [(self.carried.pop(transfer), time) for transfer, time in self.links[name].advance(deadline)]
-            # Those that end together still take their places on the link until it is their turn.
-            self.settling = (name, len(ended))
-            for carried, time in ended:
-                self.settling = (name, self.settling[1] - 1)
-                self._settle(name, carried, time)
+            self._carry(deadline)
+            due = sorted(item for item in self.ended if item[0] <= deadline + SLACK_MS)
+            due.sort(key=lambda item: (item[1], item[2]))
+            self.ended = [item for item in self.ended if item not in due]
+            for time, place, transfer in due:
+                self._settle(LINKS[place], self.carried.pop(transfer), time)
             settled = True
-        for link in self.links.values():
-            link.advance(now)
+        self._carry(now)
         return settled
 
     def _start(self, name: str, blocks: int, now: float, carried: Batch | SwapIn) -> None:
+        self._carry(now)
         self.carried[self.links[name].start(now, blocks * self.block_bytes)] = carried
 
     def _settle(self, name: str, carried: Batch | SwapIn, time: float) -> None:
         if isinstance(carried, SwapIn):
             if name == "g2_to_g1":
                 carried.done = True
-                self.finish(carried)
-                for key in reversed(carried.keys):
-                    self.g2.unpin(key)
-                self.returned += not carried.cancelled
-                self.cancelled += carried.cancelled
             else:
                 self._end_staging(name, carried, time)
             return
         if name == "g1_to_g2":
+            self._register(carried, time)
+        else:
+            store = self.g3 if name == "g2_to_g3" else self.g4
+            assert store is not None
             for key in carried.keys:
-                self.g2.arrive(key)
-                self.announce("stored", [key])
-            self.free(carried.slots)
-            for below in ("g2_to_g3", "g2_to_g4"):
-                if self._below(below) is not None:
-                    self.queued[below].append(Batch(list(carried.keys)))
-                    self._start_copies(below, time)
-            self._start_batches(time)
-            return
-        store = self._below(name)
-        assert store is not None
-        for key in carried.keys:
-            store.arrive(key)
-            self.g2.unpin(key)
-        self._start_copies(name, time)
-
-    def _below(self, name: str) -> Store | None:
-        return self.g3 if "g3" in name else self.g4
+                store.arrive(key)
+                self.g2.unpin(key)
+        self._start_queued(name, time)
 
     # ------------------------------------------------------------ down: G1 -> G2
 
-    def enqueue(self, victims: Sequence[tuple[int, int]], now: float) -> None:
-        """Take over evicted blocks (slot, key); slots of blocks that are below already are free at once."""
+    def enqueue(self, victims: Sequence[tuple[int, int | None]], now: float) -> Offload | None:
+        """Take over evicted blocks (slot, key); None if nothing has to move and all slots are free again.
+
+        A block without key left a copy behind in the pool.
+        """
+        offload = Offload(self.next_offload)
         passed: list[tuple[int, int]] = []
         for slot, key in victims:
-            if key in self.g2.cells or key in self.leaving:
-                self.free([slot])
+            if key is None or key in self.g2.cells or self.g2.room < 1:
+                offload.spare_slots.append(slot)
                 self.filtered += 1
-            else:
-                self.leaving.add(key)
-                passed.append((slot, key))
+                continue
+            self._take_place(key)
+            passed.append((slot, key))
+        if not passed:
+            self.free(offload.spare_slots)
+            return None
+        self.next_offload += 1
+        self.offloads.append(offload)
         for first in range(0, len(passed), self.batch_size):
             part = passed[first : first + self.batch_size]
-            self.queued["g1_to_g2"].append(Batch([key for _, key in part], [slot for slot, _ in part]))
-        self._start_batches(now)
+            offload.open_batches += 1
+            self.queued["g1_to_g2"].append(Batch([key for _, key in part], [slot for slot, _ in part], offload))
+        self._start_queued("g1_to_g2", now)
+        return offload
 
-    @property
-    def offloading(self) -> bool:
-        """Whether blocks are on their way from the pool to G2."""
-        return bool(self.queued["g1_to_g2"]) or self._on_link("g1_to_g2") > 0
+    def follow(self, offload: Offload) -> Offload | None:
+        """What a request that waits for an offload waits for now."""
+        if offload in self.offloads:
+            return offload
+        return self.offloads[0] if self.offloads else None
+
+    def _take_place(self, key: int) -> None:
+        victim = self.g2.take(key)
+        if victim is not None:
+            self.announce("removed", victim)
+
+    def _start_queued(self, name: str, now: float) -> None:
+        queue = self.queued[name]
+        while queue and self._on_link(name) < self.limits[name]:
+            batch = queue.pop(0)
+            self._start(name, len(batch.keys), now, batch)
 
     def _on_link(self, name: str) -> int:
         """Transfers of a link that are not settled."""
-        waiting = self.settling[1] if self.settling[0] == name else 0
-        return len(self.links[name].active) + waiting
+        place = LINKS.index(name)
+        return len(self.links[name].active) + sum(other == place for _, other, _ in self.ended)
 
-    def _make_room(self, count: int) -> None:
-        """Have places in G2."""
-        assert self.g2.capacity is not None
-        victims = []
-        while self.g2.capacity - len(self.g2.cells) < count:
-            victims.append(self.g2.lru.pop(0))
-            del self.g2.cells[victims[-1]]
-        if victims:
-            self.announce("removed", victims)
+    def _register(self, batch: Batch, time: float) -> None:
+        assert batch.offload is not None
+        for key in batch.keys:
+            self.g2.arrive(key)
+            self.announce("stored", key)
+        self.free(batch.slots)
+        batch.offload.open_batches -= 1
+        if batch.offload.open_batches == 0:
+            self.free(batch.offload.spare_slots)
+            self.offloads.remove(batch.offload)
+        self._copy_down(batch.keys, "g2_to_g3", self.g3, time)
+        self._copy_down(batch.keys, "g2_to_g4", self.g4, time)
 
-    def _start_batches(self, now: float) -> None:
-        """Evicted blocks whose turn it is; what finds no room in G2 is lost."""
-        queue = self.queued["g1_to_g2"]
-        while queue and self._on_link("g1_to_g2") < self.batch_size:
-            batch = queue.pop(0)
-            self.leaving.difference_update(batch.keys)
-            fit = int(min(self.g2.room, len(batch.keys)))
-            self._make_room(fit)
-            for key in batch.keys[:fit]:
-                self.g2.take(key)
-            self.free(batch.slots[fit:])
-            self.filtered += len(batch.keys) - fit
-            if fit:
-                self._start("g1_to_g2", fit, now, Batch(batch.keys[:fit], batch.slots[:fit]))
-
-    def _start_copies(self, name: str, now: float) -> None:
-        """Blocks that are copied on; those that are not in G2 any more, are below or find no room are passed over."""
-        queue, store = self.queued[name], self._below(name)
-        assert store is not None
-        while queue and self._on_link(name) < (1 if name == "g2_to_g3" else self.batch_size):
-            passed = []
-            for key in queue.pop(0).keys:
-                if self.g2.is_resident(key) and key not in store.cells and store.room >= 1:
-                    store.take(key)
-                    self.g2.pin(key)
-                    passed.append(key)
-            self.copied += len(passed)
-            if passed:
-                self._start(name, len(passed), now, Batch(passed))
+    def _copy_down(self, keys: Sequence[int], name: str, store: Store | None, time: float) -> None:
+        if store is None:
+            return
+        passed = []
+        for key in keys:
+            if key not in store.cells and store.room >= 1:
+                store.take(key)
+                self.g2.pin(key)
+                passed.append(key)
+        self.copied += len(passed)
+        self.queued[name] += [
+            Batch(passed[first : first + self.batch_size]) for first in range(0, len(passed), self.batch_size)
+        ]
+        self._start_queued(name, time)
 
     # ------------------------------------------------------------ up: swap-in
 
@@ -307,10 +321,7 @@ class Tiers:
         """Leading blocks that are in a lower tier; one that is in G2, or on its way there, cannot be staged."""
         if store is None:
             return []
-        return list(itertools.takewhile(lambda key: store.is_resident(key) and not self._on_way(key), keys))
-
-    def _on_way(self, key: int) -> bool:
-        return key in self.g2.cells or key in self.leaving
+        return list(itertools.takewhile(lambda key: store.is_resident(key) and key not in self.g2.cells, keys))
 
     def give_up(self, swap: SwapIn) -> None:
         """A plan that came to nothing."""
@@ -320,83 +331,85 @@ class Tiers:
     def begin(self, swap: SwapIn, now: float) -> None:
         self.began += 1
         self.staged += len(swap.from_g3) + len(swap.from_g4)
-        self._make_room(len(swap.from_g3) + len(swap.from_g4))
-        for name, keys in (("g3_to_g2", swap.from_g3), ("g4_to_g2", swap.from_g4)):
-            store = self._below(name)
+        for key in (*swap.from_g3, *swap.from_g4):
+            self._take_place(key)
+        for name, store, keys in (("g3_to_g2", self.g3, swap.from_g3), ("g4_to_g2", self.g4, swap.from_g4)):
             if keys:
                 assert store is not None
                 for key in keys:
                     store.pin(key)
-                    self.g2.take(key)
-                    self.g2.cells[key].pins = 1
-                swap.staging.append(name)
+                swap.staging += 1
                 self._start(name, len(keys), now, swap)
         if not swap.staging:
             self._start("g2_to_g1", len(swap.keys), now, swap)
 
     def _end_staging(self, name: str, swap: SwapIn, time: float) -> None:
-        store, keys = self._below(name), swap.from_g3 if name == "g3_to_g2" else swap.from_g4
+        store, keys = (self.g3, swap.from_g3) if name == "g3_to_g2" else (self.g4, swap.from_g4)
         assert store is not None
-        for key in keys:
-            self.g2.cells[key].pending = False
-            self.announce("stored", [key])
         for key in reversed(keys):
             store.unpin(key)
-        swap.staging.remove(name)
-        if not swap.staging:
+        swap.staging -= 1
+        if swap.staging:
+            return
+        for key in (*swap.from_g3, *swap.from_g4):
+            self.g2.arrive(key)
+            self.g2.pin(key)
+            self.announce("stored", key)
+        if swap.cancelled:
+            swap.done = True
+        else:
             self._start("g2_to_g1", len(swap.keys), time, swap)
+
+    def release(self, swap: SwapIn) -> None:
+        """A swap-in is over: nobody reads its sources any more."""
+        self.returned += not swap.cancelled
+        self.cancelled += swap.cancelled
+        for key in reversed(swap.keys):
+            self.g2.unpin(key)
 
     # ------------------------------------------------------------ for comparison
 
     def swaps(self) -> list[SwapIn]:
-        found = [carried for carried in self.carried.values() if isinstance(carried, SwapIn)]
-        return list({id(swap): swap for swap in found}.values())
+        return [carried for carried in self.carried.values() if isinstance(carried, SwapIn)]
 
     def state(self) -> dict[str, Any]:
         return {
             "g2": self.g2.state(),
             "g3": None if self.g3 is None else self.g3.state(),
             "g4": None if self.g4 is None else self.g4.state(),
+            "offloads": len(self.offloads),
             "queued": {name: [batch.keys for batch in queue] for name, queue in self.queued.items()},
-            "on_links": {
-                name: [self._shown(name, self.carried[transfer.transfer_id]) for transfer in self.links[name].active]
-                for name in LINKS
-            },
+            "on_links": [self._on_link(name) for name in LINKS],
         }
 
-    @staticmethod
-    def _shown(name: str, carried: Batch | SwapIn) -> list[int]:
-        if isinstance(carried, SwapIn) and name != "g2_to_g1":
-            return carried.from_g3 if name == "g3_to_g2" else carried.from_g4
-        return carried.keys
-
-    def check(self) -> None:
+    def check(self, parked: Sequence[SwapIn]) -> None:
         for store in (self.g2, self.g3, self.g4):
             if store is not None:
                 store.check()
+        batches = [carried for carried in self.carried.values() if isinstance(carried, Batch)]
+        waiting = [batch for queue in self.queued.values() for batch in queue]
+        for offload in self.offloads:
+            assert offload.open_batches == sum(batch.offload is offload for batch in (*batches, *waiting))
+            assert offload.open_batches > 0
         pins: dict[int, int] = {}
-        below: dict[str, dict[int, int]] = {"g3_to_g2": {}, "g4_to_g2": {}}
-        for carried in self.carried.values():
-            if isinstance(carried, Batch) and not carried.slots:
-                for key in carried.keys:
+        for batch in (*batches, *waiting):
+            if batch.offload is None:
+                for key in batch.keys:
                     pins[key] = pins.get(key, 0) + 1
-        for swap in self.swaps():
+        for swap in parked:
+            staged = set() if swap.staging == 0 else {*swap.from_g3, *swap.from_g4}
             for key in swap.keys:
-                pins[key] = pins.get(key, 0) + 1
-            for name in swap.staging:
-                for key in swap.from_g3 if name == "g3_to_g2" else swap.from_g4:
-                    below[name][key] = below[name].get(key, 0) + 1
+                if key not in staged:
+                    pins[key] = pins.get(key, 0) + 1
         assert {key: cell.pins for key, cell in self.g2.cells.items() if cell.pins} == pins
-        for name, wanted in below.items():
-            store = self._below(name)
-            found = {} if store is None else {key: cell.pins for key, cell in store.cells.items() if cell.pins}
-            assert found == wanted
-        assert sum(len(link.active) for link in self.links.values()) == len(self.carried)
-        assert self.leaving == {key for batch in self.queued["g1_to_g2"] for key in batch.keys}
-        assert self.leaving.isdisjoint(self.g2.cells)
-        assert not self.queued["g1_to_g2"] or len(self.links["g1_to_g2"].active) == self.batch_size
+        assert set(self.swaps()) == {swap for swap in parked if not swap.done}
+        assert sum(len(link.active) for link in self.links.values()) + len(self.ended) == len(self.carried)
+        for name, queue in self.queued.items():
+            assert not queue or self._on_link(name) == self.limits[name]
 
     def held_slots(self) -> list[int]:
         """Slots of the pool that are quarantined."""
         batches = [carried for carried in self.carried.values() if isinstance(carried, Batch)]
-        return [slot for batch in (*batches, *self.queued["g1_to_g2"]) for slot in batch.slots]
+        batches += self.queued["g1_to_g2"]
+        slots = [slot for batch in batches for slot in batch.slots]
+        return slots + [slot for offload in self.offloads for slot in offload.spare_slots]

@@ -126,9 +126,6 @@ cdef inline int32_t engine_retry(rank_t* r) noexcept nogil:
         r.handoffs[slot].attempted = h.capacity_generation
         return NO_SLOT
     if unlikely(r.config.tiers):
-        # What an offload needs to start at this time.
-        if tiers_deadline(r) < r.command_ms:
-            tiers_tick(r, r.command_ms)
         if tiers_depend(r, slot):
             return NO_SLOT
     if r.handoffs[slot].attempted == h.capacity_generation:
@@ -252,9 +249,9 @@ cdef inline void engine_internal_work(rank_t* r, double now_ms) noexcept nogil:
 cdef inline void engine_boundary(rank_t* r, double end_ms) noexcept nogil:
     """The pass of the rank, or of its group, ends: after `engine_emit`, before `engine_retry`."""
     if unlikely(r.config.offload):
-        if r.config.tiers:
-            tiers_tick(r, end_ms)
-        elif r.header.num_transfers > 0:
+        r.command_ms = end_ms
+        # KVBM tiers settle when a pass starts and when they are ticked.
+        if r.config.host and r.header.num_transfers > 0:
             host_boundary(r, end_ms)
 
 

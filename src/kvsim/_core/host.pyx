@@ -823,7 +823,7 @@ cdef int64_t host_admitted(rank_t* r, int32_t slot) noexcept nogil:
     if q.preemptions > 0:
         return -1
     r.host.device_hit_tokens += device
-    r.host.host_hit_tokens += q.reused - device
+    r.host.lower_hit_tokens += q.reused - device
     return device
 
 

@@ -6,12 +6,13 @@
 # next), so the heap never fragments into odd sizes.
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
+from libc.string cimport memcpy
 
 from kvsim._core.events cimport event_add, event_open
 from kvsim._core.pool cimport pool_drop, pool_hold, pool_make_room, pool_take
-from kvsim._core.prefix cimport prefix_find, prefix_prefetch, prefix_register
+from kvsim._core.prefix cimport prefix_find, prefix_oldest, prefix_register
 from kvsim._core.types cimport (
-    CHECK, GROW_TABLES, HAS_PARENT, NO_BLOCK, RUNNING, STORED, config_t, content_t, origin_t, rank_t, request_t,
+    CHECK, GROW_TABLES, HAS_PARENT, NO_BLOCK, NO_SLOT, RUNNING, STORED, config_t, content_t, origin_t, rank_t, request_t,
     unlikely,
 )
 
@@ -44,71 +45,60 @@ cdef inline void lease_open(rank_t* r, int32_t slot) noexcept nogil:
     r.header.table_used += span
 
 
-cdef inline void lease_append(rank_t* r, request_t* q, int32_t b) noexcept nogil:
-    r.tables[q.table + q.n_blocks] = b
-    q.n_blocks += 1
-    q.capacity += <int32_t>r.config.block_size
-    if q.status == RUNNING:
-        r.header.running_blocks += 1
+cdef inline void lease_take(rank_t* r, request_t* q, int64_t count) noexcept nogil:
+    """Append `count` empty blocks, which there must be, to a lease with a table."""
+    pool_take(r, &r.tables[q.table + q.n_blocks], count)
+    lease_count(r, q, count)
 
 
-cdef inline void lease_close(rank_t* r, int32_t slot) noexcept nogil:
-    """Give everything back, the last block first; tokens and hashes are kept."""
-    cdef request_t* q = &r.requests[slot]
-    cdef int64_t i = q.n_blocks - 1
-    while i >= 0:
-        pool_drop(r, r.tables[q.table + i])
-        i -= 1
+cdef inline void lease_count(rank_t* r, request_t* q, int64_t count) noexcept nogil:
+    """The next `count` entries of its table are blocks of the request."""
+    q.n_blocks += <int32_t>count
+    q.capacity += <int32_t>(count * r.config.block_size)
     if q.status == RUNNING:
-        r.header.running_blocks -= q.n_blocks
-    if q.table != NO_BLOCK:
-        r.tables[q.table] = r.header.table_free[q.table_class]
-        r.header.table_free[q.table_class] = q.table
-        q.table = NO_BLOCK
-    q.n_blocks = 0
-    q.capacity = 0
-    q.allocated = 0
+        r.header.running_blocks += count
 
 
 cdef inline bint lease_grow(rank_t* r, int32_t slot, int64_t tokens, int64_t reused) noexcept nogil:
     """Cover `tokens` tokens; the first `reused` blocks are found by hash if the lease is still empty.
 
-    False, and nothing changed, if the pool cannot give the blocks; what may have
-    changed with KVBM tiers is the order of inactive blocks. The request must own
-    nothing when `reused` > 0.
+    False, and nothing changed, if the pool cannot give the blocks; with KVBM tiers
+    they may be on their way out, which `pass_t.offloading` says. The request
+    must own nothing when `reused` > 0, and `prefix_cost` have found as many.
     """
     cdef request_t* q = &r.requests[slot]
     cdef int64_t target = blocks_of(r, tokens)
     cdef int64_t fresh
-    cdef int64_t inactive_hits = 0
+    cdef int64_t room
     cdef int64_t i
-    cdef int32_t b
-    cdef const uint64_t* hashes
     if target > q.n_blocks:
         fresh = target - q.n_blocks - reused
         CHECK(fresh >= 0 and (reused == 0 or q.n_blocks == 0))
         if reused > 0:
-            hashes = r.contents[slot].hashes
-            for i in range(reused):
-                if r.blocks[prefix_find(r, hashes[i])].refs == 0:
-                    inactive_hits += 1
-        if fresh > r.header.num_free - r.header.num_reserved + r.header.num_inactive - inactive_hits:
-            return False
+            if r.found_of != slot:
+                lease_find(r, slot)
+            CHECK(reused <= r.num_found)
+        if fresh > r.header.num_free - r.header.num_reserved:
+            room = r.header.num_free - r.header.num_reserved + r.header.num_inactive
+            # Inactive blocks that are reused cannot be evicted; they are counted where it matters.
+            if fresh > room - reused:
+                for i in range(reused):
+                    room -= r.blocks[r.found[i]].refs == 0
+            if fresh > room:
+                return False
+            if unlikely(r.config.tiers) and not r.make_room(r, fresh, reused):
+                return False
+            q = &r.requests[slot]
         if q.table == NO_BLOCK:
             lease_open(r, slot)
             q = &r.requests[slot]
-        for i in range(reused):
-            b = prefix_find(r, hashes[i])
-            pool_hold(r, b)
-            lease_append(r, q, b)
-        if unlikely(not pool_make_room(r, fresh, 0)):
-            # KVBM tiers: the blocks are on their way out.
-            if r.requests[slot].n_blocks == reused:
-                lease_close(r, slot)
-            return False
+        if reused > 0:
+            pool_hold(r, r.found, reused)
+            memcpy(&r.tables[q.table], r.found, <size_t>reused * sizeof(int32_t))
+            lease_count(r, q, reused)
+        pool_make_room(r, fresh, 0)
         q = &r.requests[slot]
-        for i in range(fresh):
-            lease_append(r, q, pool_take(r))
+        lease_take(r, q, fresh)
     if tokens > q.allocated:
         q.allocated = <int32_t>tokens
     return True
@@ -126,7 +116,9 @@ cdef inline void lease_seal(rank_t* r, int32_t slot, int64_t before, int64_t aft
     cdef int64_t last = after // c.block_size
     cdef const content_t* content = &r.contents[slot]
     cdef bint opened = False
-    cdef bint visible
+    cdef int32_t before_it = NO_BLOCK
+    cdef int32_t oldest
+    cdef int32_t b
     cdef origin_t* origin
     q.next_seal = <int32_t>((last + 1) * c.block_size)
     if not c.caching:
@@ -134,21 +126,27 @@ cdef inline void lease_seal(rank_t* r, int32_t slot, int64_t before, int64_t aft
     CHECK(last <= content.num_hashes and last <= q.n_blocks)
     if q.hashed < last:
         q.hashed = <int32_t>last
+    # The index is closed under prefixes.
+    while i > 0 and unlikely(not r.blocks[r.tables[q.table + i - 1]].hashed):
+        i -= 1
+    if i < last and i > 0:
+        before_it = prefix_oldest(r, r.tables[q.table + i - 1], content.hashes, i - 1)
+    r.found_of = NO_SLOT
     while i < last:
-        if i + 8 < last:
-            prefix_prefetch(r, content.hashes[i + 8])
-        if r.blocks[r.tables[q.table + i]].hashed:
+        b = r.tables[q.table + i]
+        if r.blocks[b].hashed:
             # Computed before by this request: a block given back keeps its content.
+            before_it = prefix_oldest(r, b, content.hashes, i)
             i += 1
             continue
-        visible = prefix_register(r, r.tables[q.table + i], content.hashes[i])
+        before_it = prefix_register(r, b, before_it, content.hashes[i])
         if c.emit_events:
             if unlikely(c.tiers):
-                origin = &r.origins[r.tables[q.table + i]]
+                origin = &r.origins[b]
                 origin.tokens_hash = content.locals[i] if content.locals != NULL else 0
                 origin.parent_hash = content.hashes[i - 1] if i > 0 else 0
                 origin.flags = HAS_PARENT if i > 0 else 0
-            if not visible:
+            if before_it != b:
                 opened = False
             else:
                 if not opened:
@@ -158,26 +156,49 @@ cdef inline void lease_seal(rank_t* r, int32_t slot, int64_t before, int64_t aft
         i += 1
 
 
-cdef inline void prefix_cost(const rank_t* r, int32_t slot, int64_t* cached, int64_t* active) noexcept nogil:
+cdef inline void lease_close(rank_t* r, int32_t slot) noexcept nogil:
+    """Give everything back, the last block first; tokens and hashes are kept."""
+    cdef request_t* q = &r.requests[slot]
+    pool_drop(r, &r.tables[q.table], q.n_blocks)
+    if q.status == RUNNING:
+        r.header.running_blocks -= q.n_blocks
+    if q.table != NO_BLOCK:
+        r.tables[q.table] = r.header.table_free[q.table_class]
+        r.header.table_free[q.table_class] = q.table
+        q.table = NO_BLOCK
+    q.n_blocks = 0
+    q.capacity = 0
+    q.allocated = 0
+
+
+cdef inline void lease_find(rank_t* r, int32_t slot) noexcept nogil:
+    """Put the leading blocks of the request that are findable into `found`, by its known hashes."""
+    cdef const uint64_t* hashes = r.contents[slot].hashes
+    cdef int64_t n = r.requests[slot].hashed
+    cdef int64_t i = 0
+    cdef int32_t b = NO_BLOCK
+    while i < n:
+        b = prefix_find(r, b, hashes[i])
+        if b == NO_BLOCK:
+            break
+        r.found[i] = b
+        i += 1
+    r.num_found = i
+    r.found_of = slot
+
+
+cdef inline void prefix_cost(rank_t* r, int32_t slot, int64_t* cached, int64_t* active) noexcept nogil:
     """Leading blocks of the request that are findable, and how many of them are in use.
 
-    Walks the known hashes; changes nothing, not even recency (spec/kv-cache.md section 5).
+    Changes nothing, not even recency (spec/kv-cache.md section 5).
     """
-    cdef const request_t* q = &r.requests[slot]
-    cdef const uint64_t* hashes = r.contents[slot].hashes
-    cdef int64_t n = q.hashed
     cdef int64_t i
-    cdef int32_t b
     cached[0] = 0
     active[0] = 0
     if not r.config.caching:
         return
-    for i in range(n):
-        if i + 8 < n:
-            prefix_prefetch(r, hashes[i + 8])
-        b = prefix_find(r, hashes[i])
-        if b == NO_BLOCK:
-            return
-        cached[0] += 1
-        if r.blocks[b].refs > 0:
-            active[0] += 1
+    if r.found_of != slot:
+        lease_find(r, slot)
+    cached[0] = r.num_found
+    for i in range(r.num_found):
+        active[0] += r.blocks[r.found[i]].refs > 0

@@ -14,10 +14,10 @@ from kvsim._core.host cimport (
     host_lookup, host_observe, host_open, host_preempted, host_sleep, queue_leave,
 )
 from kvsim._core.lease cimport (
-    blocks_of, lease_append, lease_close, lease_grow, lease_seal, prefix_cost,
+    blocks_of, lease_close, lease_grow, lease_seal, lease_take, prefix_cost,
 )
 from kvsim._core.metrics cimport moments_add, moments_undo
-from kvsim._core.pool cimport pool_active, pool_make_room, pool_take
+from kvsim._core.pool cimport pool_active, pool_make_room
 from kvsim._core.requests cimport (
     completion_blocks, row_open, row_release, running_append, running_delete, running_index, running_leave,
     waiting_link, waiting_push_back, waiting_remove,
@@ -73,6 +73,7 @@ cdef int32_t paged_open(
     slot = row_open(r, id_hi, id_lo, num_input, clamped_output(r, num_input, max_output), content)
     c = r.config
     q = &r.requests[slot]
+    r.found_of = NO_SLOT
     if c.max_model_len > 0 and q.limit > c.max_model_len:
         q.limit = <int32_t>c.max_model_len
     q.next_seal = <int32_t>c.block_size
@@ -323,7 +324,7 @@ cdef inline void recompute(const rank_t* r, int32_t slot, int64_t* cached, int64
         active[0] = cached[0]
 
 
-cdef void adjusted_cost(const rank_t* r, int32_t slot, int64_t* cached, int64_t* active) noexcept nogil:
+cdef void adjusted_cost(rank_t* r, int32_t slot, int64_t* cached, int64_t* active) noexcept nogil:
     """Prefix cost in blocks after the recompute adjustment."""
     prefix_cost(r, slot, cached, active)
     recompute(r, slot, cached, active)
@@ -699,8 +700,6 @@ cdef int reserve_bursts(rank_t* r) noexcept nogil:
             for i in range(r.p.num_ready):
                 r.p.offloading = 1
                 tiers_refused(r, r.ready[i])
-                # It may emit in a pass that does not schedule it, and then without drafts.
-                r.requests[r.ready[i]].sched_drafts = 0
             r.p.num_ready = 0
             return PASS_OK
         index = pick_victim(r, r.ready[0])
@@ -781,6 +780,10 @@ cdef int paged_schedule(rank_t* r, double now_ms) noexcept nogil:
         return PASS_FAILED
     if unlikely(p.not_before_ms > now_ms):
         if r.config.tiers:
+            if r.config.eager_samples and r.config.nextn == 0:
+                # Blocks for tokens may be on their way out, too, which decides when the pass ends.
+                emit_eager(r)
+                p.emitted = 1
             p.end_ms = stall_end(r, now_ms)
             return PASS_OK
         r.host.fence_wait_ms += p.not_before_ms - now_ms
@@ -870,7 +873,7 @@ cdef void emit_bursts(rank_t* r) noexcept nogil:
             q.computed = q.length
             emit_token(r, slot)
             if q.length > q.capacity:
-                lease_append(r, q, pool_take(r))
+                lease_take(r, q, 1)
                 r.header.num_reserved -= 1
             q.allocated = q.length
         q = &r.requests[slot]
@@ -892,7 +895,8 @@ cdef void paged_emit(rank_t* r) noexcept nogil:
     if r.config.nextn > 0:
         emit_bursts(r)
     elif r.config.eager_samples:
-        emit_eager(r)
+        if not p.emitted:
+            emit_eager(r)
     else:
         emit_plain(r)
     for i in range(p.num_ready):

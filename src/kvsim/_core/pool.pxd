@@ -16,7 +16,7 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from kvsim._core.events cimport event_add, event_open
 from kvsim._core.prefix cimport prefix_unregister
-from kvsim._core.types cimport CHECK, NO_BLOCK, NO_SLOT, REMOVED, block_t, prefetch, rank_t, unlikely
+from kvsim._core.types cimport CHECK, FINDABLE, NO_BLOCK, NO_SLOT, REMOVED, block_t, rank_t, unlikely
 
 
 cdef inline int64_t pool_active(const rank_t* r) noexcept nogil:
@@ -24,50 +24,67 @@ cdef inline int64_t pool_active(const rank_t* r) noexcept nogil:
     return r.config.num_blocks - r.header.num_inactive - (r.header.num_free - r.header.num_reserved)
 
 
-cdef inline void pool_hold(rank_t* r, int32_t b) noexcept nogil:
-    """One more reference to a findable block; leaves the inactive list if it was there."""
-    cdef block_t* block = &r.blocks[b]
-    if block.refs == 0:
-        r.blocks[block.prev].next = block.next
-        r.blocks[block.next].prev = block.prev
-        block.prev = NO_BLOCK
-        block.next = NO_BLOCK
-        r.header.num_inactive -= 1
-    block.refs += 1
+cdef inline void pool_hold(rank_t* r, const int32_t* held, int64_t count) noexcept nogil:
+    """One more reference to each of these findable blocks; they leave the inactive list if they were there."""
+    cdef block_t* blocks = r.blocks
+    cdef block_t* block
+    cdef int64_t inactive = 0
+    cdef int64_t i
+    for i in range(count):
+        block = &blocks[held[i]]
+        CHECK(block.hashed & FINDABLE)
+        if block.refs == 0:
+            blocks[block.prev].next = block.next
+            blocks[block.next].prev = block.prev
+            block.prev = NO_BLOCK
+            block.next = NO_BLOCK
+            inactive += 1
+        block.refs += 1
+    r.header.num_inactive -= inactive
 
 
-cdef inline int32_t pool_take(rank_t* r) noexcept nogil:
-    """An empty block with one reference. There must be one."""
+cdef inline void pool_take(rank_t* r, int32_t* taken, int64_t count) noexcept nogil:
+    """Put `count` empty blocks with one reference each into `taken`. There must be as many."""
+    cdef block_t* blocks = r.blocks
+    cdef const int32_t* top = r.free_stack + r.header.num_free - 1
+    cdef int64_t i
+    CHECK(r.header.num_free >= count)
+    for i in range(count):
+        CHECK(blocks[top[-i]].refs == 0 and blocks[top[-i]].hashed == 0)
+        blocks[top[-i]].refs = 1
+        taken[i] = top[-i]
+    r.header.num_free -= count
+
+
+cdef inline void pool_drop(rank_t* r, const int32_t* dropped, int64_t count) noexcept nogil:
+    """One reference less to each of these blocks, the last one first; unused ones become inactive (findable) or empty."""
+    cdef block_t* blocks = r.blocks
+    cdef int32_t sentinel = <int32_t>r.config.num_blocks
+    cdef int32_t newest = blocks[sentinel].prev
+    cdef int64_t empty = r.header.num_free
+    cdef int64_t inactive = 0
+    cdef block_t* block
     cdef int32_t b
-    CHECK(r.header.num_free > 0)
-    r.header.num_free -= 1
-    b = r.free_stack[r.header.num_free]
-    CHECK(r.blocks[b].refs == 0 and r.blocks[b].hashed == 0)
-    r.blocks[b].refs = 1
-    return b
-
-
-cdef inline void pool_drop(rank_t* r, int32_t b) noexcept nogil:
-    """One reference less; an unused block becomes inactive (findable) or empty."""
-    cdef block_t* block = &r.blocks[b]
-    cdef int32_t sentinel
-    CHECK(block.refs > 0)
-    block.refs -= 1
-    if block.refs > 0:
-        return
-    if block.hashed:
-        sentinel = <int32_t>r.config.num_blocks
-        block.prev = r.blocks[sentinel].prev
-        block.next = sentinel
-        r.blocks[block.prev].next = b
-        r.blocks[sentinel].prev = b
-        r.header.num_inactive += 1
-        r.ahead[r.recent[r.recent_at & 3]] = b
-        r.recent[r.recent_at & 3] = b
-        r.recent_at += 1
-    else:
-        r.free_stack[r.header.num_free] = b
-        r.header.num_free += 1
+    while count > 0:
+        count -= 1
+        b = dropped[count]
+        block = &blocks[b]
+        CHECK(block.refs > 0)
+        block.refs -= 1
+        if block.refs > 0:
+            continue
+        if block.hashed:
+            block.prev = newest
+            blocks[newest].next = b
+            newest = b
+            inactive += 1
+        else:
+            r.free_stack[empty] = b
+            empty += 1
+    blocks[newest].next = sentinel
+    blocks[sentinel].prev = newest
+    r.header.num_inactive += inactive
+    r.header.num_free = empty
 
 
 cdef inline void pool_evict(rank_t* r, int64_t count) noexcept nogil:
@@ -75,39 +92,35 @@ cdef inline void pool_evict(rank_t* r, int64_t count) noexcept nogil:
 
     The blocks go on top of the stack: they are handed out before those that
     were empty already, the last evicted first (spec/kv-cache.md section 3).
-
-    Rows of old blocks are cold, and a list cannot be walked ahead without
-    waiting for each row. `ahead` remembers who followed four places behind when
-    a block joined the list; a hit in between makes it stale, which costs a
-    useless prefetch and nothing else.
     """
+    cdef block_t* blocks = r.blocks
     cdef int32_t sentinel = <int32_t>r.config.num_blocks
-    cdef int32_t b
+    cdef int32_t b = blocks[sentinel].next
     cdef int32_t after
-    cdef int32_t later
-    cdef uint64_t hash
+    cdef int64_t empty = r.header.num_free
+    cdef int64_t last = empty + count
     cdef bint opened = False
     CHECK(count <= r.header.num_inactive)
-    while count > 0:
-        b = r.blocks[sentinel].next
-        after = r.blocks[b].next
-        later = r.ahead[b]
-        prefetch(&r.slots[<int64_t>r.blocks[later].hash & r.mask_slots])
-        prefetch(&r.blocks[r.ahead[later]])
-        r.blocks[sentinel].next = after
-        r.blocks[after].prev = sentinel
-        hash = r.blocks[b].hash
-        r.blocks[b].prev = NO_BLOCK
-        r.blocks[b].next = NO_BLOCK
-        r.header.num_inactive -= 1
+    r.found_of = NO_SLOT
+    r.header.num_inactive -= count
+    while empty < last:
+        after = blocks[b].next
+        blocks[b].prev = NO_BLOCK
+        blocks[b].next = NO_BLOCK
+        r.free_stack[empty] = b
+        empty += 1
         if prefix_unregister(r, b) and r.config.emit_events:
+            # Events may move the arena, and only the stack in use is moved.
+            r.header.num_free = empty
             if not opened:
                 event_open(r, REMOVED, 0, 0)
                 opened = True
-            event_add(r, hash, 0, NO_SLOT, 0)
-        r.free_stack[r.header.num_free] = b
-        r.header.num_free += 1
-        count -= 1
+            event_add(r, r.blocks[b].hash, 0, NO_SLOT, 0)
+            blocks = r.blocks
+        b = after
+    r.header.num_free = empty
+    blocks[sentinel].next = b
+    blocks[b].prev = sentinel
 
 
 cdef inline bint pool_make_room(rank_t* r, int64_t fresh, int64_t held) noexcept nogil:
@@ -123,6 +136,6 @@ cdef inline bint pool_make_room(rank_t* r, int64_t fresh, int64_t held) noexcept
     if missing > r.header.num_inactive - held:
         return False
     if unlikely(r.config.tiers):
-        return r.make_room(r, fresh)
+        return r.make_room(r, fresh, 0)
     pool_evict(r, missing)
     return True

@@ -14,7 +14,7 @@ cdef class RankState:
     cdef object _admissions
     cdef object _pressures
     cdef object _lists
-    cdef object _hints
+    cdef object _found
     cdef list _outgrown
     cdef dict _offsets
     cdef object _profile

@@ -29,6 +29,7 @@ from kvsim._core.engine cimport (
     engine_unblock, engine_visible_events, engine_waiting,
 )
 from kvsim._core.host cimport host_find, host_reindex, host_reset
+from kvsim._core.lease cimport prefix_cost
 from kvsim._core.pool cimport pool_active
 from kvsim._core.radix cimport (
     cursor_t, radix_evict, radix_insert, radix_lock, radix_match, radix_match_length, radix_reindex, radix_reset,
@@ -37,14 +38,14 @@ from kvsim._core.radix cimport (
 from kvsim._core.requests cimport id_find, id_insert, waiting_link, waiting_remove
 from kvsim._core.rng cimport rng_seed
 from kvsim._core.signals cimport progressed
-from kvsim._core.tiers cimport tier_find, tier_put, tiers_make_room, tiers_reindex, tiers_reset, tiers_tick
+from kvsim._core.tiers cimport tier_find, tier_put, tiers_depend, tiers_make_room, tiers_reindex, tiers_reset, tiers_tick
 from kvsim._core.timing cimport kvsim_modelled_ms
 from kvsim._core.types cimport (
-    DEPENDENT, DESTINATION_PENDING, G1_TO_G2, G2, GROW_EVENT_BLOCKS, GROW_EVENTS, GROW_HOST_ENTRIES, GROW_NODES, GROW_OFFLOAD_BLOCKS,
-    GROW_OFFLOAD_EVENTS, GROW_PRESSURES, GROW_REQUESTS, GROW_RUNS, GROW_SIGNALS, GROW_TABLES, GROW_TIER_BLOCKS,
-    GROW_TIER_ENTRIES, GROW_TIER_JOBS, GROW_TRANSFER_BLOCKS, GROW_TRANSFERS, NO_BLOCK, NO_ROLE, NO_SLOT, PASS_OK, RADIX, admission_t, block_t, config_t, content_t,
+    DESTINATION_PENDING, G1_TO_G2, G2, GROW_EVENT_BLOCKS, GROW_EVENTS, GROW_HOST_ENTRIES, GROW_NODES,
+    GROW_OFFLOAD_BLOCKS, GROW_OFFLOAD_EVENTS, GROW_PRESSURES, GROW_REQUESTS, GROW_RUNS, GROW_SIGNALS, GROW_TABLES, GROW_TIER_BLOCKS,
+    GROW_TIER_ENTRIES, GROW_TIER_JOBS, GROW_TRANSFER_BLOCKS, GROW_TRANSFERS, NO_BLOCK, NO_ROLE, NO_SLOT, PASS_OK, RADIX, admission_t, block_t, config_t, content_t, copy_t,
     event_block_t, event_t, handoff_t, header_t, host_entry_t, host_t, lease_t, node_t, offload_block_t,
-    offload_event_t, offload_t, origin_t, pressure_t, profile_t, radix_t, rank_t, request_t, run_t, signal_t, slot_t,
+    offload_event_t, offload_t, origin_t, pressure_t, profile_t, radix_t, rank_t, request_t, run_t, signal_t,
     tier_block_t, tier_entry_t, tier_job_t, tiers_t, transfer_block_t, transfer_t,
 )
 from kvsim._core.xxh3 cimport xxh3_64
@@ -61,7 +62,8 @@ _SECTIONS = {
     "ids": np.dtype("<i4"),
     "free_stack": np.dtype("<i4"),
     "blocks": layout.BLOCK,
-    "slots": layout.HASH_SLOT,
+    "copies": layout.COPY,
+    "heads": np.dtype("<i4"),
     "tables": np.dtype("<i4"),
     "events": layout.EVENT,
     "event_blocks": layout.EVENT_BLOCK,
@@ -89,7 +91,7 @@ _SECTIONS = {
 }
 
 #: Sections that only the paged engines use, and only the radix engine: the others hold one row of them.
-_PAGED_SECTIONS = ("free_stack", "blocks", "slots", "tables")
+_PAGED_SECTIONS = ("free_stack", "blocks", "copies", "heads", "tables")
 _RADIX_SECTIONS = ("radix", "leases", "nodes", "node_index", "evict_heap", "runs")
 
 #: Sections of the host tier; a rank without one holds one row of each.
@@ -190,7 +192,8 @@ cdef class RankState:
         self._set_profile(profile)
         sizes = {
             "config": 1, "header": 1, "running": 64, "requests": 64, "handoffs": 64, "ids": 128, "free_stack": blocks,
-            "blocks": blocks + 1, "slots": power_of_two(2 * blocks) if config["caching"][0] else 1,
+            "blocks": blocks + 1, "copies": blocks if config["caching"][0] else 1,
+            "heads": power_of_two(blocks) if config["caching"][0] else 1,
             "tables": 4096, "events": 64 if config["emit_events"][0] else 1,
             "event_blocks": 256 if config["emit_events"][0] else 1,
             "radix": 1, "leases": 64, "nodes": 64, "node_index": 128, "evict_heap": 64, "runs": power_of_two(max(1024, min(blocks // 2, 1 << 20))),
@@ -243,7 +246,8 @@ cdef class RankState:
         r.ids = <int32_t*>(base + <int64_t>o["ids"][0])
         r.free_stack = <int32_t*>(base + <int64_t>o["free_stack"][0])
         r.blocks = <block_t*>(base + <int64_t>o["blocks"][0])
-        r.slots = <slot_t*>(base + <int64_t>o["slots"][0])
+        r.copies = <copy_t*>(base + <int64_t>o["copies"][0])
+        r.heads = <int32_t*>(base + <int64_t>o["heads"][0])
         r.tables = <int32_t*>(base + <int64_t>o["tables"][0])
         r.events = <event_t*>(base + <int64_t>o["events"][0])
         r.event_blocks = <event_block_t*>(base + <int64_t>o["event_blocks"][0])
@@ -284,7 +288,7 @@ cdef class RankState:
         r.cap_requests = o["requests"][1]
         r.mask_ids = <int64_t>o["ids"][1] - 1
         r.cap_tables = o["tables"][1]
-        r.mask_slots = <int64_t>o["slots"][1] - 1
+        r.mask_heads = <int64_t>o["heads"][1] - 1
         r.cap_events = o["events"][1]
         r.cap_event_blocks = o["event_blocks"][1]
 
@@ -314,9 +318,10 @@ cdef class RankState:
         r.burst = r.ready + requests
         r.terminal = r.burst + requests
         r.retracted = r.terminal + requests
-        if self._hints is None:
-            self._hints = np.zeros(self._offsets["blocks"][1], np.int32)
-            r.ahead = <int32_t*>address(self._hints)
+        r.found_of = NO_SLOT
+        if self._found is None:
+            self._found = np.zeros(self._offsets["blocks"][1], np.int32)
+            r.found = <int32_t*>address(self._found)
         if self._signals is None:
             self._signals = np.zeros(requests, layout.SIGNAL)
             self._pressures = np.zeros(16, layout.PRESSURE)
@@ -339,12 +344,13 @@ cdef class RankState:
             r.free_stack[i] = <int32_t>(blocks - 1 - i)
             r.blocks[i].prev = NO_BLOCK
             r.blocks[i].next = NO_BLOCK
+            r.blocks[i].link = NO_BLOCK
+            r.blocks[i].follow = NO_BLOCK
         r.blocks[blocks].prev = <int32_t>blocks
         r.blocks[blocks].next = <int32_t>blocks
         r.header.num_free = blocks
-        for i in range(r.mask_slots + 1 if r.config.engine != RADIX else 0):
-            r.slots[i].first = NO_BLOCK
-            r.slots[i].last = NO_BLOCK
+        for i in range(r.mask_heads + 1 if r.config.engine != RADIX else 0):
+            r.heads[i] = NO_BLOCK
         host_reset(r)
         tiers_reset(r)
         r.header.waiting_head = NO_SLOT
@@ -485,7 +491,7 @@ cdef class RankState:
                     raise IndexError(
                         f"victims() must return positions 0 <= i < {self.r.header.num_running} of its argument, got {index}")
                 # With KVBM tiers: what waits for blocks on their way out is no victim.
-                if not self.r.requests[self.r.running[index]].host & DEPENDENT:
+                if not tiers_depend(&self.r, self.r.running[index]):
                     return self.r.running[index]
             return -1
         except BaseException as error:
@@ -675,8 +681,8 @@ cdef class RankState:
         tiers_tick(&self.r, now_ms)
 
     def depends(self, int32_t slot):
-        """Whether a request waits for an offload, as far as it knows."""
-        return bool(self.r.requests[slot].host & DEPENDENT)
+        """Whether a request waits for an offload."""
+        return bool(tiers_depend(&self.r, slot))
 
     def offload_deadline(self):
         """When the next offload from the device ends, ms; infinity if none is on the link."""
@@ -824,6 +830,24 @@ cdef class RankState:
             memcpy(address(runs), content.runs, <size_t>content.num_runs * sizeof(run_t))
         return runs
 
+    def content_hashes(self, int32_t slot):
+        """Block hashes of a live request of the paged engines: a copy."""
+        cdef const content_t* content = &self.r.contents[slot]
+        hashes = np.empty(content.num_hashes, np.uint64)
+        if content.num_hashes > 0:
+            memcpy(address(hashes), content.hashes, <size_t>content.num_hashes * sizeof(uint64_t))
+        return hashes
+
+    def lookup(self, int32_t slot):
+        """Leading blocks of a live request that are findable, in the order of its prompt."""
+        cdef int64_t cached = 0
+        cdef int64_t active = 0
+        prefix_cost(&self.r, slot, &cached, &active)
+        found = np.empty(cached, np.int32)
+        if cached > 0:
+            memcpy(address(found), self.r.found, <size_t>cached * sizeof(int32_t))
+        return found
+
     @property
     def num_signals(self):
         return self.r.num_signals
@@ -898,7 +922,8 @@ cdef class RankState:
         cdef header_t* h = self.r.header
         used = {
             "config": 1, "header": 1, "running": h.num_running, "requests": h.high_water,
-            "handoffs": h.high_water, "ids": self.r.mask_ids + 1, "free_stack": h.num_free, "blocks": self.r.config.num_blocks, "slots": self.r.mask_slots + 1,
+            "handoffs": h.high_water, "ids": self.r.mask_ids + 1, "free_stack": h.num_free, "blocks": self.r.config.num_blocks,
+            "copies": self.r.config.num_blocks if self.r.config.caching else 1, "heads": self.r.mask_heads + 1,
             "tables": h.table_used, "events": h.num_events, "event_blocks": h.num_event_blocks,
             "radix": 0, "leases": 0, "nodes": 0, "runs": 0, "node_index": 0, "evict_heap": 0,
         }
@@ -923,7 +948,7 @@ cdef class RankState:
             used.update({
                 "radix": 1, "leases": h.high_water, "nodes": self.r.radix.num_nodes, "runs": self.r.radix.runs_used,
                 "node_index": self.r.mask_nodes + 1, "evict_heap": self.r.radix.heap_size, "free_stack": 0, "blocks": 0,
-                "slots": 0, "tables": 0,
+                "copies": 0, "heads": 0, "tables": 0,
             })
         return used
 
@@ -1082,7 +1107,7 @@ cdef class RankState:
         if self.r.config.engine == RADIX:
             names += ["radix", "leases", "nodes", "evict_heap", "runs"]
         else:
-            names += ["free_stack", "blocks", "sentinel", "tables"] + (["slots"] if self.r.config.caching else [])
+            names += ["free_stack", "blocks", "sentinel", "tables"] + (["copies", "heads"] if self.r.config.caching else [])
         if self.r.config.host:
             names += [name for name in _HOST_SECTIONS if name != "host_index"]
         if self.r.config.tiers:
@@ -1120,7 +1145,7 @@ def check_layout():
     cdef request_t request
     cdef handoff_t handoff
     cdef block_t block
-    cdef slot_t slot
+    cdef copy_t copy
     cdef event_t event
     cdef event_block_t event_block
     cdef signal_t signal
@@ -1144,7 +1169,7 @@ def check_layout():
     cdef origin_t origin
     sizes = {
         "CONFIG": sizeof(config_t), "HEADER": sizeof(header_t), "REQUEST": sizeof(request_t),
-        "HANDOFF": sizeof(handoff_t), "BLOCK": sizeof(block_t), "HASH_SLOT": sizeof(slot_t), "EVENT": sizeof(event_t), "EVENT_BLOCK": sizeof(event_block_t),
+        "HANDOFF": sizeof(handoff_t), "BLOCK": sizeof(block_t), "COPY": sizeof(copy_t), "EVENT": sizeof(event_t), "EVENT_BLOCK": sizeof(event_block_t),
         "SIGNAL": sizeof(signal_t), "ADMISSION": sizeof(admission_t), "PRESSURE": sizeof(pressure_t),
         "RADIX": sizeof(radix_t), "LEASE": sizeof(lease_t), "NODE": sizeof(node_t), "RUN": sizeof(run_t),
         "HOST": sizeof(host_t), "HOST_ENTRY": sizeof(host_entry_t), "TRANSFER": sizeof(transfer_t),
@@ -1174,9 +1199,9 @@ def check_layout():
         elif name == "BLOCK":
             memcpy(&block, data, size)
             fields = block
-        elif name == "HASH_SLOT":
-            memcpy(&slot, data, size)
-            fields = slot
+        elif name == "COPY":
+            memcpy(&copy, data, size)
+            fields = copy
         elif name == "EVENT":
             memcpy(&event, data, size)
             fields = event

@@ -25,7 +25,7 @@ cdef enum swap:  # of a prompt that was let in
     SWAP_PARKED = 1
     SWAP_BLOCKED = 2  # its destination has to be offloaded first
 
-cdef bint tiers_make_room(rank_t* r, int64_t fresh) noexcept nogil
+cdef bint tiers_make_room(rank_t* r, int64_t fresh, int64_t kept) noexcept nogil
 cdef int tiers_swap(rank_t* r, int32_t slot, int64_t skip) noexcept nogil
 cdef void tiers_tick(rank_t* r, double now_ms) noexcept nogil
 cdef void tiers_drop(rank_t* r, int32_t slot) noexcept nogil
@@ -37,8 +37,8 @@ cdef int32_t tier_find(const rank_t* d, int32_t tier, uint64_t hash) noexcept no
 
 
 cdef inline double tiers_deadline(const rank_t* r) noexcept nogil:
-    """When the next transfer on any link ends, infinity if there is none."""
-    cdef double deadline = 1e999
+    """When the next transfer on any link ends, or has ended without being settled; infinity if there is none."""
+    cdef double deadline = r.tiers.ended_ms if r.tiers.ended_ms < r.deep.tiers.ended_ms else r.deep.tiers.ended_ms
     cdef double next_ms
     cdef int link
     for link in range(NUM_LINKS):

@@ -3,16 +3,19 @@
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from kvsim._core.events cimport event_add, event_open
-from kvsim._core.pool cimport pool_active, pool_drop, pool_hold, pool_make_room, pool_take
+from kvsim._core.pool cimport pool_active, pool_drop, pool_hold, pool_take
 from kvsim._core.prefix cimport prefix_find, prefix_register, prefix_unregister
 from kvsim._core.requests cimport waiting_link, waiting_remove
 from kvsim._core.tiers cimport SWAP_BLOCKED, SWAP_MISS, SWAP_PARKED, tiers_deadline, tiers_depend
 from kvsim._core.types cimport (
-    ARRIVING, CHECK, COPY_JOB, G1_TO_G2, G2, G2_TO_G1, G2_TO_G3, G2_TO_G4, G3, G3_TO_G2, G4, G4_TO_G2,
+    ARRIVING, BATCH_JOB, CHECK, COPY_JOB, G1_TO_G2, G2, G2_TO_G1, G2_TO_G3, G2_TO_G4, G3, G3_TO_G2, G4, G4_TO_G2,
     GROW_TIER_BLOCKS, GROW_TIER_ENTRIES, GROW_TIER_JOBS, HAS_PARENT, HOST_PINNED, NO_BLOCK, NO_JOB, NO_SLOT, NUM_LINKS,
-    NUM_TIERS, OFFLOAD_JOB, PARKED, QUEUED, REMOVED, RESIDENT, STAGE_JOB, STORED, SWAP_JOB, content_t, header_t,
-    offload_t, origin_t, rank_t, request_t, tier_block_t, tier_entry_t, tier_job_t, tiers_t, unlikely,
+    NUM_TIERS, OFFLOAD_JOB, PARKED, REMOVED, RESIDENT, STAGE_JOB, STORED, SWAP_JOB, content_t, header_t, origin_t,
+    rank_t, request_t, tier_block_t, tier_entry_t, tier_job_t, tiers_t, unlikely,
 )
+
+cdef enum:
+    KEPT = -1  # in `block_t.refs`, while others are evicted
 
 #: An end at most this much later than asked for counts as reached.
 cdef double SLACK_MS = 1e-9
@@ -60,7 +63,7 @@ cdef void tiers_reindex(rank_t* d) noexcept nogil:
 
 
 cdef int32_t entry_open(rank_t* d, int32_t tier, uint64_t hash, int32_t state) noexcept nogil:
-    """A block that a tier does not have yet; unless its batch waits it takes room, which there must be."""
+    """A block that a tier does not have yet; there must be room."""
     cdef tiers_t* t = d.tiers
     cdef tier_entry_t* e
     cdef int32_t row
@@ -83,8 +86,7 @@ cdef int32_t entry_open(rank_t* d, int32_t tier, uint64_t hash, int32_t state) n
     e.flags = 0
     e.prev = NO_SLOT
     e.next = NO_SLOT
-    if state != QUEUED:
-        t.num_entries[tier] += 1
+    t.num_entries[tier] += 1
     entry_index(d, row)
     return row
 
@@ -111,8 +113,7 @@ cdef void entry_close(rank_t* d, int32_t row) noexcept nogil:
             d.tier_index[i] = d.tier_index[j]
             i = j
     d.tier_index[i] = NO_SLOT
-    if e.state != QUEUED:
-        d.tiers.num_entries[e.tier] -= 1
+    d.tiers.num_entries[e.tier] -= 1
     e.hash = 0
     e.tokens_hash = 0
     e.parent_hash = 0
@@ -177,7 +178,6 @@ cdef void make_room_in(rank_t* d, int32_t tier, int64_t need) noexcept nogil:
     """Evict the oldest blocks of a tier until `need` fit; there must be enough. What leaves G2 is announced."""
     cdef int32_t row
     cdef uint64_t hash
-    cdef bint opened = False
     while d.config.tier_blocks[tier] - d.tiers.num_entries[tier] < need:
         row = d.tiers.lru_head[tier]
         hash = d.tier_entries[row].hash
@@ -185,10 +185,8 @@ cdef void make_room_in(rank_t* d, int32_t tier, int64_t need) noexcept nogil:
         lru_unlink(d, row)
         entry_close(d, row)
         if tier == G2 and d.config.emit_events:
-            if not opened:
-                event_open(d, REMOVED, 0, 0)
-                d.events[d.header.num_events - 1].tier = HOST_PINNED
-                opened = True
+            event_open(d, REMOVED, 0, 0)
+            d.events[d.header.num_events - 1].tier = HOST_PINNED
             event_add(d, hash, 0, NO_SLOT, 0)
 
 
@@ -244,6 +242,7 @@ cdef int32_t job_open(rank_t* d, int32_t kind, int64_t count) noexcept nogil:
     job.id = t.next_job
     t.next_job += 1
     job.remaining = 0.0
+    job.ended_ms = 0.0
     job.count = 0
     job.kind = kind
     job.link = -1
@@ -332,12 +331,12 @@ cdef void link_foresee(rank_t* d, int link) noexcept nogil:
 
 
 cdef void link_progress(rank_t* d, int link, double now_ms) noexcept nogil:
-    """Account for the time up to `now_ms`, in which nothing completes. An idle link keeps no time."""
+    """Account for the time up to `now_ms`, in which nothing ends."""
     cdef tiers_t* t = d.tiers
     cdef int64_t count
     cdef double carried
     cdef int32_t row = t.link_head[link]
-    if now_ms <= t.link_ms[link] or row == NO_SLOT:
+    if row == NO_SLOT or now_ms <= t.link_ms[link]:
         return
     least_on(d, link, &count)
     if d.config.link_rates[link] > 0.0:
@@ -350,10 +349,41 @@ cdef void link_progress(rank_t* d, int link, double now_ms) noexcept nogil:
     link_foresee(d, link)
 
 
-cdef void link_start(rank_t* d, int link, int32_t row, int64_t blocks, double now_ms) noexcept nogil:
-    """Put a job that moves `blocks` blocks on a link."""
+cdef void link_advance(rank_t* d, int link, double now_ms) noexcept nogil:
+    """Let a link carry its transfers until `now_ms`; those that end wait to be settled."""
     cdef tiers_t* t = d.tiers
+    cdef int64_t count
+    cdef double least
+    cdef double at_ms
+    cdef int32_t row
+    cdef int32_t after
+    while t.link_next_ms[link] <= now_ms + SLACK_MS:
+        least = least_on(d, link, &count)
+        at_ms = t.link_next_ms[link]
+        t.link_ms[link] = at_ms
+        row = t.link_head[link]
+        while row != NO_SLOT:
+            after = d.tier_jobs[row].next
+            d.tier_jobs[row].remaining -= least
+            if d.tier_jobs[row].remaining <= 0.0:
+                d.tier_jobs[row].remaining = 0.0
+                d.tier_jobs[row].ended_ms = at_ms
+                list_remove(d, &t.link_head[link], &t.link_tail[link], row)
+                list_push(d, &t.ended_head, &t.ended_tail, row)
+                if at_ms < t.ended_ms:
+                    t.ended_ms = at_ms
+            row = after
+        link_foresee(d, link)
     link_progress(d, link, now_ms)
+
+
+cdef void link_start(rank_t* d, int link, int32_t row, int64_t blocks, double now_ms) noexcept nogil:
+    """Put a job that moves `blocks` blocks on a link, not before the latest time that was looked at."""
+    cdef tiers_t* t = d.tiers
+    if now_ms < t.clock_ms:
+        now_ms = t.clock_ms
+    t.clock_ms = now_ms
+    link_advance(d, link, now_ms)
     if t.link_head[link] == NO_SLOT:
         t.link_ms[link] = now_ms
     d.tier_jobs[row].link = link
@@ -362,213 +392,212 @@ cdef void link_start(rank_t* d, int link, int32_t row, int64_t blocks, double no
     link_foresee(d, link)
 
 
-cdef int32_t link_step(rank_t* d, int link) noexcept nogil:
-    """Go to the next end on a link: the jobs that end, chained in order of their start."""
-    cdef tiers_t* t = d.tiers
-    cdef int64_t count
-    cdef double least = least_on(d, link, &count)
-    cdef int32_t row = t.link_head[link]
-    cdef int32_t head = NO_SLOT
-    cdef int32_t tail = NO_SLOT
-    cdef int32_t after
-    t.link_ms[link] = t.link_next_ms[link]
-    while row != NO_SLOT:
-        after = d.tier_jobs[row].next
-        d.tier_jobs[row].remaining -= least
-        if d.tier_jobs[row].remaining <= 0.0:
-            list_remove(d, &t.link_head[link], &t.link_tail[link], row)
-            d.tier_jobs[row].link = -1
-            list_push(d, &head, &tail, row)
-        row = after
-    link_foresee(d, link)
-    return head
-
-
 # ---------------------------------------------------------------- G1 -> G2
 
 cdef inline void release_slot(rank_t* r, int32_t b) noexcept nogil:
     """A quarantined slot is empty."""
     r.tiers.num_quarantined -= 1
-    pool_drop(r, b)
+    pool_drop(r, &b, 1)
 
 
-cdef void start_offloads(rank_t* r, double now_ms) noexcept nogil:
-    """Put waiting batches on the link as far as they may run at a time; what G2 has no room for is dropped."""
-    cdef tiers_t* t = r.tiers
-    cdef tier_job_t* job
-    cdef int32_t row
-    cdef int64_t fit
+cdef int32_t evict(rank_t* r, int64_t count, int64_t kept) noexcept nogil:
+    """Evict the oldest inactive blocks, but not the first `kept` of `rank_t.found`; the job that holds their slots.
+
+    `below` of its blocks tells whether the hash is gone with the block. One
+    Removed event names those.
+    """
+    cdef int32_t sentinel = <int32_t>r.config.num_blocks
+    cdef int32_t job = job_open(r, OFFLOAD_JOB, count)
+    cdef int32_t b
+    cdef int32_t after
     cdef int64_t i
-    while t.wait_head[G2] != NO_SLOT and t.num_running[G2] < r.config.offload_batch:
-        row = t.wait_head[G2]
-        list_remove(r, &t.wait_head[G2], &t.wait_tail[G2], row)
-        fit = room_of(r, G2)
-        if fit > r.tier_jobs[row].count:
-            fit = r.tier_jobs[row].count
-        make_room_in(r, G2, fit)
-        t = r.tiers
-        job = &r.tier_jobs[row]
-        for i in range(job.first, job.first + fit):
-            r.tier_entries[r.tier_blocks[i].entry].state = ARRIVING
-            t.num_entries[G2] += 1
-        for i in range(job.first + fit, job.first + job.count):
-            entry_close(r, r.tier_blocks[i].entry)
-            release_slot(r, r.tier_blocks[i].block)
-        job.count = <int32_t>fit
-        if fit == 0:
-            job_close(r, row)
-            t.num_offloads -= 1
-            r.header.num_transfers -= 1
-            continue
-        t.num_running[G2] += 1
-        link_start(r, G1_TO_G2, row, fit, now_ms)
+    cdef bint gone
+    cdef bint opened = False
+    cdef tier_block_t* held
+    for i in range(kept):
+        if r.blocks[r.found[i]].refs == 0:
+            r.blocks[r.found[i]].refs = KEPT
+    r.header.num_inactive -= count
+    r.tiers.num_quarantined += count
+    r.found_of = NO_SLOT
+    b = r.blocks[sentinel].next
+    while count > 0:
+        after = r.blocks[b].next
+        if r.blocks[b].refs != KEPT:
+            r.blocks[r.blocks[b].prev].next = after
+            r.blocks[after].prev = r.blocks[b].prev
+            r.blocks[b].prev = NO_BLOCK
+            r.blocks[b].next = NO_BLOCK
+            r.blocks[b].refs = 1
+            gone = prefix_unregister(r, b)
+            held = job_add(r, job, r.blocks[b].hash)
+            held.block = b
+            held.below = gone
+            if gone and r.config.emit_events:
+                if not opened:
+                    event_open(r, REMOVED, 0, 0)
+                    opened = True
+                event_add(r, r.blocks[b].hash, 0, NO_SLOT, 0)
+            count -= 1
+        b = after
+    for i in range(kept):
+        if r.blocks[r.found[i]].refs == KEPT:
+            r.blocks[r.found[i]].refs = 0
+    return job
 
 
-cdef bint tiers_make_room(rank_t* r, int64_t fresh) noexcept nogil:
+cdef bint tiers_make_room(rank_t* r, int64_t fresh, int64_t kept) noexcept nogil:
     """Offload the oldest inactive blocks so that `fresh` blocks are empty; the caller knows that there are enough.
 
-    False if some of them are on their way out now: `pass_t.offloading` says so,
-    and the caller gets no block. Blocks that G2 has already, or that are on their
-    way there, leave an empty slot at once (spec/host-offload.md section 9).
+    The first `kept` blocks of `rank_t.found` stay. False if some blocks are on
+    their way out now: `pass_t.offloading` says so, and the caller gets none.
+    Blocks that need no transfer, since G2 has them or they are on their way
+    there, since another copy is left or since G2 has no room for them, are empty
+    when the others are; if all are of that kind, at once (spec/host-offload.md
+    section 9).
     """
     cdef int64_t missing = fresh - (r.header.num_free - r.header.num_reserved)
-    cdef int32_t sentinel = <int32_t>r.config.num_blocks
-    cdef tier_entry_t* e
-    cdef int32_t row = NO_SLOT
+    cdef int64_t i
+    cdef int64_t spare = 0
+    cdef int32_t job
+    cdef int32_t batch = NO_SLOT
     cdef int32_t entry
-    cdef int32_t b
-    cdef uint64_t hash
-    cdef bint opened = False
-    while missing > 0:
-        b = r.blocks[sentinel].next
-        r.blocks[sentinel].next = r.blocks[b].next
-        r.blocks[r.blocks[b].next].prev = sentinel
-        hash = r.blocks[b].hash
-        r.blocks[b].prev = NO_BLOCK
-        r.blocks[b].next = NO_BLOCK
-        r.header.num_inactive -= 1
-        if prefix_unregister(r, b) and r.config.emit_events:
-            if not opened:
-                event_open(r, REMOVED, 0, 0)
-                opened = True
-            event_add(r, hash, 0, NO_SLOT, 0)
-        r.blocks[b].refs = 1
-        r.tiers.num_quarantined += 1
-        if tier_find(r, G2, hash) != NO_SLOT:
-            release_slot(r, b)
-        else:
-            if row == NO_SLOT or r.tier_jobs[row].count == r.config.offload_batch:
-                row = job_open(r, OFFLOAD_JOB, missing if missing < r.config.offload_batch else r.config.offload_batch)
-                list_push(r, &r.tiers.wait_head[G2], &r.tiers.wait_tail[G2], row)
-                r.tiers.num_offloads += 1
-                r.header.num_transfers += 1
-            entry = entry_open(r, G2, hash, QUEUED)
-            if r.config.emit_events:
-                e = &r.tier_entries[entry]
-                e.tokens_hash = r.origins[b].tokens_hash
-                e.parent_hash = r.origins[b].parent_hash
-                e.flags = r.origins[b].flags
-            job_add(r, row, hash).entry = entry
-            r.tier_blocks[r.tier_jobs[row].first + r.tier_jobs[row].count - 1].block = b
-        missing -= 1
-    if row != NO_SLOT:
-        start_offloads(r, r.command_ms)
-    if fresh <= r.header.num_free - r.header.num_reserved:
+    cdef tier_block_t block
+    cdef tier_entry_t* e
+    if missing <= 0:
         return True
+    job = evict(r, missing, kept)
+    for i in range(missing):
+        block = r.tier_blocks[r.tier_jobs[job].first + i]
+        if not block.below or tier_find(r, G2, block.hash) != NO_SLOT or room_of(r, G2) <= 0:
+            r.tier_blocks[r.tier_jobs[job].first + spare] = block
+            spare += 1
+            continue
+        make_room_in(r, G2, 1)
+        entry = entry_open(r, G2, block.hash, ARRIVING)
+        if r.config.emit_events:
+            e = &r.tier_entries[entry]
+            e.tokens_hash = r.origins[block.block].tokens_hash
+            e.parent_hash = r.origins[block.block].parent_hash
+            e.flags = r.origins[block.block].flags
+        if batch == NO_SLOT or r.tier_jobs[batch].count == r.config.offload_batch:
+            batch = job_open(
+                r, BATCH_JOB, missing - i if missing - i < r.config.offload_batch else r.config.offload_batch)
+            r.tier_jobs[batch].parent = job
+            r.tier_jobs[job].stages += 1
+            list_push(r, &r.tiers.wait_head[G2], &r.tiers.wait_tail[G2], batch)
+            r.header.num_transfers += 1
+        block.entry = entry
+        block.below = NO_SLOT
+        r.tier_blocks[r.tier_jobs[batch].first + r.tier_jobs[batch].count] = block
+        r.tier_jobs[batch].count += 1
+    r.tier_jobs[job].count = <int32_t>spare
+    if r.tier_jobs[job].stages == 0:
+        end_offload(r, job)
+        return True
+    r.tiers.num_offloads += 1
+    start_batches(r, G2, r.command_ms)
     r.p.offloading = 1
     r.p.deferrals += 1
     return False
 
 
-cdef void offload_end(rank_t* r, int32_t row, double now_ms) noexcept nogil:
-    """A batch has reached G2: its blocks are there, its slots are empty, copies go on."""
-    cdef tier_job_t* job = &r.tier_jobs[row]
-    cdef int64_t count = job.count
-    cdef int64_t first = job.first
+cdef void end_offload(rank_t* r, int32_t row) noexcept nogil:
+    """All batches of an offload have ended: slots that needed no transfer are empty, too."""
+    cdef int64_t first = r.tier_jobs[row].first
+    cdef int64_t i
+    for i in range(first, first + r.tier_jobs[row].count):
+        release_slot(r, r.tier_blocks[i].block)
+    job_close(r, row)
+
+
+cdef void start_batches(rank_t* r, int32_t tier, double now_ms) noexcept nogil:
+    """Put batches that wait for their turn towards a tier on its link, as far as they may run at a time."""
+    cdef rank_t* d = r if tier == G2 else r.deep
+    cdef tiers_t* t = r.tiers
+    cdef int link = G1_TO_G2 if tier == G2 else G2_TO_G3 if tier == G3 else G2_TO_G4
+    cdef int64_t most = 1 if tier == G3 else r.config.offload_batch
+    cdef int32_t row
+    while t.wait_head[tier] != NO_SLOT and t.num_running[tier] < most:
+        row = t.wait_head[tier]
+        list_remove(d, &t.wait_head[tier], &t.wait_tail[tier], row)
+        t.num_running[tier] += 1
+        link_start(d, link, row, d.tier_jobs[row].count, now_ms)
+
+
+cdef void end_batch(rank_t* r, int32_t row) noexcept nogil:
+    """A part of an offload has reached G2: its blocks are there, its slots are empty, copies go on."""
+    cdef int64_t first = r.tier_jobs[row].first
+    cdef int64_t count = r.tier_jobs[row].count
+    cdef int32_t offload = r.tier_jobs[row].parent
+    cdef double at_ms = r.tier_jobs[row].ended_ms
     cdef int64_t i
     cdef int32_t entry
     for i in range(first, first + count):
         entry = r.tier_blocks[i].entry
         r.tier_entries[entry].state = RESIDENT
         lru_append(r, entry)
-        release_slot(r, r.tier_blocks[i].block)
         announce(r, entry)
+    r.p.ticked = 1
+    for i in range(first, first + count):
+        release_slot(r, r.tier_blocks[i].block)
     r.tiers.num_running[G2] -= 1
-    r.tiers.num_offloads -= 1
     r.tiers.moved[G1_TO_G2] += count
-    queue_copy(r, row, G3)
-    queue_copy(r, row, G4)
-    job_close(r, row)
     r.header.num_transfers -= 1
-    start_copies(r, G3, now_ms)
-    start_copies(r, G4, now_ms)
-    start_offloads(r, now_ms)
+    r.tier_jobs[offload].stages -= 1
+    if r.tier_jobs[offload].stages == 0:
+        end_offload(r, offload)
+        r.tiers.num_offloads -= 1
+    copy_down(r, row, G3, at_ms)
+    copy_down(r, row, G4, at_ms)
+    job_close(r, row)
+    start_batches(r, G2, at_ms)
 
 
 # ---------------------------------------------------------------- G2 -> G3, G4
 
-cdef void queue_copy(rank_t* r, int32_t offload, int32_t tier) noexcept nogil:
-    """The blocks of an offload that just ended are to be copied on."""
+cdef void copy_down(rank_t* r, int32_t batch, int32_t tier, double now_ms) noexcept nogil:
+    """Copy what a batch brought on to a tier that has neither the block nor no room for it."""
     cdef rank_t* d = r.deep
-    cdef int64_t count = r.tier_jobs[offload].count
+    cdef int64_t count = r.tier_jobs[batch].count
     cdef int64_t i
-    cdef int32_t row
-    cdef tier_block_t* source
+    cdef int32_t row = NO_SLOT
+    cdef int32_t below
+    cdef tier_block_t block
+    cdef tier_entry_t* e
     if r.config.tier_blocks[tier] == 0:
         return
-    row = job_open(d, COPY_JOB, count)
-    d.tier_jobs[row].rank = r.sharer
     for i in range(count):
-        source = &r.tier_blocks[r.tier_jobs[offload].first + i]
-        job_add(d, row, source.hash).entry = source.entry
+        block = r.tier_blocks[r.tier_jobs[batch].first + i]
+        if tier_find(d, tier, block.hash) != NO_SLOT or room_of(d, tier) <= 0:
+            continue
+        make_room_in(d, tier, 1)
+        below = entry_open(d, tier, block.hash, ARRIVING)
+        e = &r.tier_entries[block.entry]
+        d.tier_entries[below].tokens_hash = e.tokens_hash
+        d.tier_entries[below].parent_hash = e.parent_hash
+        d.tier_entries[below].flags = e.flags
+        entry_pin(r, block.entry)
+        if row == NO_SLOT:
+            row = job_open(d, COPY_JOB, count - i)
+        block.below = below
+        block.block = NO_BLOCK
+        d.tier_blocks[d.tier_jobs[row].first + d.tier_jobs[row].count] = block
+        d.tier_jobs[row].count += 1
+    if row == NO_SLOT:
+        return
+    d.tier_jobs[row].rank = r.sharer
     list_push(d, &r.tiers.wait_head[tier], &r.tiers.wait_tail[tier], row)
     r.header.num_transfers += 1
+    start_batches(r, tier, now_ms)
 
 
-cdef void start_copies(rank_t* r, int32_t tier, double now_ms) noexcept nogil:
-    """Copy waiting batches on: those of their blocks that are still in G2, are not below and fit there."""
-    cdef rank_t* d = r.deep
-    cdef tiers_t* t = r.tiers
-    cdef int64_t most = 1 if tier == G3 else r.config.offload_batch
-    cdef tier_entry_t* e
-    cdef tier_block_t block
-    cdef int64_t count
-    cdef int64_t i
-    cdef int32_t row
-    while t.wait_head[tier] != NO_SLOT and t.num_running[tier] < most:
-        row = t.wait_head[tier]
-        list_remove(d, &t.wait_head[tier], &t.wait_tail[tier], row)
-        count = d.tier_jobs[row].count
-        d.tier_jobs[row].count = 0
-        for i in range(count):
-            block = d.tier_blocks[d.tier_jobs[row].first + i]
-            block.entry = tier_find(r, G2, block.hash)
-            if block.entry == NO_SLOT or r.tier_entries[block.entry].state != RESIDENT:
-                continue
-            if tier_find(d, tier, block.hash) != NO_SLOT or room_of(d, tier) <= 0:
-                continue
-            make_room_in(d, tier, 1)
-            block.below = entry_open(d, tier, block.hash, ARRIVING)
-            e = &r.tier_entries[block.entry]
-            d.tier_entries[block.below].tokens_hash = e.tokens_hash
-            d.tier_entries[block.below].parent_hash = e.parent_hash
-            d.tier_entries[block.below].flags = e.flags
-            entry_pin(r, block.entry)
-            d.tier_blocks[d.tier_jobs[row].first + d.tier_jobs[row].count] = block
-            d.tier_jobs[row].count += 1
-        t = r.tiers
-        if d.tier_jobs[row].count == 0:
-            job_close(d, row)
-            r.header.num_transfers -= 1
-            continue
-        t.num_running[tier] += 1
-        link_start(d, G2_TO_G3 if tier == G3 else G2_TO_G4, row, d.tier_jobs[row].count, now_ms)
-
-
-cdef void copy_end(rank_t* r, int32_t row, int link, double now_ms) noexcept nogil:
+cdef void end_copy(rank_t* r, int32_t row) noexcept nogil:
     cdef rank_t* d = r.deep
     cdef tier_job_t* job = &d.tier_jobs[row]
+    cdef int link = job.link
     cdef int32_t tier = G3 if link == G2_TO_G3 else G4
+    cdef double at_ms = job.ended_ms
     cdef int64_t i
     for i in range(job.first, job.first + job.count):
         d.tier_entries[d.tier_blocks[i].below].state = RESIDENT
@@ -578,7 +607,7 @@ cdef void copy_end(rank_t* r, int32_t row, int link, double now_ms) noexcept nog
     r.tiers.moved[link] += job.count
     job_close(d, row)
     r.header.num_transfers -= 1
-    start_copies(r, tier, now_ms)
+    start_batches(r, tier, at_ms)
 
 
 # ---------------------------------------------------------------- back to the device
@@ -598,7 +627,6 @@ cdef void stage(rank_t* r, int32_t swap, int32_t tier, int64_t first, int64_t co
     cdef rank_t* d = r.deep
     cdef tier_entry_t* e
     cdef tier_block_t* block
-    cdef tier_block_t* mine
     cdef uint64_t hash
     cdef int64_t i
     cdef int32_t row
@@ -613,7 +641,6 @@ cdef void stage(rank_t* r, int32_t swap, int32_t tier, int64_t first, int64_t co
         entry_pin(d, below)
         entry = entry_open(r, G2, hash, ARRIVING)
         e = &r.tier_entries[entry]
-        e.pins = 1
         e.tokens_hash = d.tier_entries[below].tokens_hash
         e.parent_hash = d.tier_entries[below].parent_hash
         e.flags = d.tier_entries[below].flags
@@ -628,38 +655,47 @@ cdef void stage(rank_t* r, int32_t swap, int32_t tier, int64_t first, int64_t co
     link_start(d, G3_TO_G2 if tier == G3 else G4_TO_G2, row, count, now_ms)
 
 
-cdef void stage_end(rank_t* r, int32_t row, int link, double now_ms) noexcept nogil:
-    """A part of a swap is in G2; with the last one the way to the device begins."""
+cdef void end_stage(rank_t* r, int32_t row) noexcept nogil:
+    """A part of a swap has come to G2; with the last one all are there, and the way to the device begins."""
     cdef rank_t* d = r.deep
     cdef tier_job_t* job = &d.tier_jobs[row]
     cdef int32_t swap = job.parent
-    cdef int64_t first = job.first
-    cdef int64_t i
-    for i in range(first, first + job.count):
-        r.tier_entries[d.tier_blocks[i].entry].state = RESIDENT
-        announce(r, d.tier_blocks[i].entry)
-    job = &d.tier_jobs[row]
-    i = first + job.count - 1
-    while i >= first:
+    cdef double at_ms = job.ended_ms
+    cdef int64_t i = job.first + job.count - 1
+    cdef int64_t last
+    while i >= job.first:
         entry_unpin(d, d.tier_blocks[i].below)
         i -= 1
-    r.tiers.moved[link] += job.count
+    r.tiers.moved[job.link] += job.count
     job_close(d, row)
     r.header.num_transfers -= 1
     r.tier_jobs[swap].stages -= 1
-    if r.tier_jobs[swap].stages == 0:
-        link_start(r, G2_TO_G1, swap, r.tier_jobs[swap].count - r.tier_jobs[swap].prefix, now_ms)
+    if r.tier_jobs[swap].stages > 0:
+        return
+    last = r.tier_jobs[swap].first + r.tier_jobs[swap].count
+    for i in range(r.tier_jobs[swap].first + r.tier_jobs[swap].prefix, last):
+        if r.tier_entries[r.tier_blocks[i].entry].state == ARRIVING:
+            r.tier_entries[r.tier_blocks[i].entry].state = RESIDENT
+            r.tier_entries[r.tier_blocks[i].entry].pins = 1
+            announce(r, r.tier_blocks[i].entry)
+    r.p.ticked |= r.config.emit_events
+    if r.tier_jobs[swap].slot == NO_SLOT:
+        # Nobody waits for it any more.
+        swap_done(r, swap)
+    else:
+        link_start(r, G2_TO_G1, swap, r.tier_jobs[swap].count - r.tier_jobs[swap].prefix, at_ms)
 
 
 cdef int tiers_swap(rank_t* r, int32_t slot, int64_t skip) noexcept nogil:
     """Look below for the prompt blocks behind the `skip` that the device has; if some are there, fetch them.
 
-    The request is parked then. Prefix, sources and destinations are pinned until
-    the transfer ends, whatever becomes of the request. The parts in G3 and G4 come
-    by way of G2; without room for both there, only what G2 has is fetched.
+    `rank_t.found` holds those of the device. The request is parked then. Prefix,
+    sources and destinations are pinned until the transfer ends, whatever becomes
+    of the request. The parts in G3 and G4 come by way of G2; without room for both
+    there, only what G2 has is fetched.
     """
     cdef const uint64_t* hashes = r.contents[slot].hashes
-    cdef header_t* h
+    cdef header_t* h = r.header
     cdef request_t* q = &r.requests[slot]
     cdef tiers_t* t = r.tiers
     cdef tier_block_t* block
@@ -667,39 +703,36 @@ cdef int tiers_swap(rank_t* r, int32_t slot, int64_t skip) noexcept nogil:
     cdef int64_t near = run_in(r, G2, hashes, skip, end)
     cdef int64_t third = run_in(r, G3, hashes, skip + near, end)
     cdef int64_t fourth = run_in(r, G4, hashes, skip + near + third, end)
-    cdef int64_t room = room_of(r, G2)
-    cdef int64_t total
+    cdef int64_t missing
+    cdef int64_t spare
     cdef int64_t i
     cdef int32_t row
     cdef int32_t b
-    if third + fourth > 0:
-        for i in range(skip, skip + near):
-            room -= r.tier_entries[tier_find(r, G2, hashes[i])].pins == 0
-        if third + fourth > room:
-            third = 0
-            fourth = 0
-    total = near + third + fourth
-    if total == 0:
+    if near + third + fourth == 0:
         return SWAP_MISS
-    for i in range(skip):
-        pool_hold(r, prefix_find(r, hashes[i]))
+    CHECK(r.found_of == slot and r.num_found == skip)
     for i in range(skip, skip + near):
         entry_pin(r, tier_find(r, G2, hashes[i]))
-    if not pool_make_room(r, total, 0):
+    if third + fourth > room_of(r, G2):
+        third = 0
+        fourth = 0
+    missing = near + third + fourth - (h.num_free - h.num_reserved)
+    spare = h.num_inactive
+    for i in range(skip):
+        spare -= r.blocks[r.found[i]].refs == 0
+    if near + third + fourth == 0 or missing > spare or not r.make_room(r, near + third + fourth, skip):
         i = skip + near - 1
         while i >= skip:
             entry_unpin(r, tier_find(r, G2, hashes[i]))
             i -= 1
-        while i >= 0:
-            pool_drop(r, prefix_find(r, hashes[i]))
-            i -= 1
         return SWAP_BLOCKED if r.p.offloading else SWAP_MISS
+    pool_hold(r, r.found, skip)
     make_room_in(r, G2, third + fourth)
-    row = job_open(r, SWAP_JOB, skip + total)
+    row = job_open(r, SWAP_JOB, skip + near + third + fourth)
     for i in range(skip):
-        job_add(r, row, hashes[i]).block = prefix_find(r, hashes[i])
-    for i in range(skip, skip + total):
-        b = pool_take(r)
+        job_add(r, row, hashes[i]).block = r.found[i]
+    for i in range(skip, skip + near + third + fourth):
+        pool_take(r, &b, 1)
         block = job_add(r, row, hashes[i])
         block.block = b
         if i < skip + near:
@@ -710,7 +743,7 @@ cdef int tiers_swap(rank_t* r, int32_t slot, int64_t skip) noexcept nogil:
     stage(r, row, G3, skip + near, third, r.command_ms)
     stage(r, row, G4, skip + near + third, fourth, r.command_ms)
     if third + fourth == 0:
-        link_start(r, G2_TO_G1, row, total, r.command_ms)
+        link_start(r, G2_TO_G1, row, near, r.command_ms)
     r.offloads[slot].load = row
     if r.offloads[slot].device_blocks < 0:
         r.offloads[slot].device_blocks = <int32_t>skip
@@ -731,27 +764,49 @@ cdef int tiers_swap(rank_t* r, int32_t slot, int64_t skip) noexcept nogil:
     return SWAP_PARKED
 
 
-cdef void swap_end(rank_t* r, int32_t row) noexcept nogil:
+cdef void swap_done(rank_t* r, int32_t row) noexcept nogil:
+    """Put a swap that is over where `show_done` looks, in order of parking."""
+    cdef tiers_t* t = r.tiers
+    cdef int32_t after = t.done_tail
+    while after != NO_SLOT and r.tier_jobs[after].id > r.tier_jobs[row].id:
+        after = r.tier_jobs[after].prev
+    r.tier_jobs[row].prev = after
+    r.tier_jobs[row].next = t.done_head if after == NO_SLOT else r.tier_jobs[after].next
+    if after == NO_SLOT:
+        t.done_head = row
+    else:
+        r.tier_jobs[after].next = row
+    if r.tier_jobs[row].next == NO_SLOT:
+        t.done_tail = row
+    else:
+        r.tier_jobs[r.tier_jobs[row].next].prev = row
+
+
+cdef void show_swap(rank_t* r, int32_t row) noexcept nogil:
     """The blocks of a swap are on the device: findable and inactive, unless the request was cancelled meanwhile."""
-    cdef tier_job_t* job = &r.tier_jobs[row]
     cdef const content_t* content
     cdef origin_t* origin
-    cdef int64_t first = job.first
-    cdef int64_t prefix = job.prefix
-    cdef int64_t count = job.count
-    cdef int32_t slot = job.slot
+    cdef int64_t first = r.tier_jobs[row].first
+    cdef int64_t prefix = r.tier_jobs[row].prefix
+    cdef int64_t count = r.tier_jobs[row].count
+    cdef int32_t slot = r.tier_jobs[row].slot
     cdef int64_t i
     cdef int32_t b
+    cdef int32_t before = NO_BLOCK
     cdef bint opened = False
+    r.found_of = NO_SLOT
+    r.p.ticked = 1
     if slot != NO_SLOT:
         content = &r.contents[slot]
-        for i in range(prefix, count):
-            if prefix_find(r, content.hashes[i]) != NO_BLOCK:
-                # Computed by somebody else meanwhile: the slot is not needed.
+        for i in range(count):
+            b = prefix_find(r, before, content.hashes[i])
+            if b != NO_BLOCK:
+                # The prefix, or computed by somebody else meanwhile: the slot is not needed.
+                before = b
                 opened = False
                 continue
             b = r.tier_blocks[first + i].block
-            prefix_register(r, b, content.hashes[i])
+            before = prefix_register(r, b, before, content.hashes[i])
             if r.config.emit_events:
                 origin = &r.origins[b]
                 origin.tokens_hash = content.locals[i] if content.locals != NULL else 0
@@ -762,21 +817,35 @@ cdef void swap_end(rank_t* r, int32_t row) noexcept nogil:
                     opened = True
                 event_add(
                     r, content.hashes[i], content.locals[i] if content.locals != NULL else 0, slot, <int32_t>i)
-        r.offloads[slot].load = NO_SLOT
     # The last block first: leaves are evicted before roots, here and in G2.
-    i = count - 1
-    while i >= 0:
-        pool_drop(r, r.tier_blocks[first + i].block)
-        if i >= prefix:
-            entry_unpin(r, r.tier_blocks[first + i].entry)
+    for i in range(count):
+        r.found[i] = r.tier_blocks[first + i].block
+    pool_drop(r, r.found, count)
+    i = first + count - 1
+    while i >= first + prefix:
+        entry_unpin(r, r.tier_blocks[i].entry)
         i -= 1
-    r.tiers.moved[G2_TO_G1] += count - prefix
     job_close(r, row)
     r.header.num_transfers -= 1
 
 
+cdef void show_done(rank_t* r) noexcept nogil:
+    """Requests whose blocks have come go to the front of the queue, in the order in which they were parked."""
+    cdef int32_t front = r.header.waiting_head
+    cdef int32_t row
+    cdef int32_t slot
+    while r.tiers.done_head != NO_SLOT:
+        row = r.tiers.done_head
+        list_remove(r, &r.tiers.done_head, &r.tiers.done_tail, row)
+        slot = r.tier_jobs[row].slot
+        show_swap(r, row)
+        if slot != NO_SLOT:
+            unpark(r, slot)
+            waiting_link(r, slot, front)
+
+
 cdef void unpark(rank_t* r, int32_t slot) noexcept nogil:
-    """A parked request is in no queue."""
+    """A parked request is in no queue, and no swap is for it."""
     cdef request_t* q = &r.requests[slot]
     cdef tiers_t* t = r.tiers
     if q.prev == NO_SLOT:
@@ -790,6 +859,7 @@ cdef void unpark(rank_t* r, int32_t slot) noexcept nogil:
     q.next = NO_SLOT
     q.prev = NO_SLOT
     q.host &= <unsigned char>~PARKED
+    r.offloads[slot].load = NO_SLOT
     r.header.num_connector -= 1
     r.header.num_asleep -= 1
 
@@ -802,96 +872,106 @@ cdef inline void count_parked(rank_t* r, double now_ms) noexcept nogil:
 
 
 cdef void tiers_drop(rank_t* r, int32_t slot) noexcept nogil:
-    """A parked request leaves for good; what its swap has pinned stays until the transfer ends."""
+    """A parked request leaves for good; what its swap has pinned stays until the transfer under way ends."""
     count_parked(r, r.command_ms)
+    r.tier_jobs[r.offloads[slot].load].slot = NO_SLOT
     unpark(r, slot)
-    if r.offloads[slot].load != NO_SLOT:
-        r.tier_jobs[r.offloads[slot].load].slot = NO_SLOT
-
-
-cdef void promote(rank_t* r) noexcept nogil:
-    """Requests whose blocks have come go to the front of the queue, in the order in which they were parked."""
-    cdef int32_t slot = r.tiers.parked_tail
-    cdef int32_t before
-    while slot != NO_SLOT:
-        before = r.requests[slot].prev
-        if r.offloads[slot].load == NO_SLOT:
-            unpark(r, slot)
-            waiting_link(r, slot, r.header.waiting_head)
-        slot = before
 
 
 # ---------------------------------------------------------------- time
 
-cdef void end_jobs(rank_t* d, int link) noexcept nogil:
-    """The next end on a link happens: what ends there, in order of its start."""
-    cdef double at_ms = d.tiers.link_next_ms[link]
-    cdef int32_t row = link_step(d, link)
+cdef int32_t take_due(rank_t* d, double by_ms) noexcept nogil:
+    """Transfers that ended by a time and were not settled, chained by link and id."""
+    cdef tiers_t* t = d.tiers
+    cdef tier_job_t* jobs = d.tier_jobs
+    cdef int32_t row = t.ended_head
+    cdef int32_t head = NO_SLOT
     cdef int32_t after
+    cdef int32_t at
+    cdef int32_t before
+    t.ended_ms = NEVER
+    while row != NO_SLOT:
+        after = jobs[row].next
+        if jobs[row].ended_ms > by_ms:
+            if jobs[row].ended_ms < t.ended_ms:
+                t.ended_ms = jobs[row].ended_ms
+            row = after
+            continue
+        list_remove(d, &t.ended_head, &t.ended_tail, row)
+        before = NO_SLOT
+        at = head
+        while at != NO_SLOT and (jobs[at].link < jobs[row].link
+                                 or (jobs[at].link == jobs[row].link and jobs[at].id < jobs[row].id)):
+            before = at
+            at = jobs[at].next
+        jobs[row].next = at
+        if before == NO_SLOT:
+            head = row
+        else:
+            jobs[before].next = row
+        row = after
+    return head
+
+
+cdef void settle_due(rank_t* d, int32_t row) noexcept nogil:
+    """What a chain of `take_due` brings."""
+    cdef int32_t after
+    cdef int link
     cdef rank_t* r
     while row != NO_SLOT:
         after = d.tier_jobs[row].next
-        d.tier_jobs[row].prev = NO_SLOT
+        link = d.tier_jobs[row].link
         d.tier_jobs[row].next = NO_SLOT
         if link == G1_TO_G2:
-            offload_end(d, row, at_ms)
+            end_batch(d, row)
         elif link == G2_TO_G1:
-            swap_end(d, row)
+            d.tiers.moved[link] += d.tier_jobs[row].count - d.tier_jobs[row].prefix
+            d.tier_jobs[row].link = -1
+            swap_done(d, row)
         else:
             r = d if d.num_sharers == 0 else d.sharers[d.tier_jobs[row].rank]
-            if r != d or d.num_sharers > 0:
-                settle_own(r, at_ms)
             if link == G3_TO_G2 or link == G4_TO_G2:
-                stage_end(r, row, link, at_ms)
+                end_stage(r, row)
             else:
-                copy_end(r, row, link, at_ms)
+                end_copy(r, row)
         row = after
 
 
-cdef void settle_own(rank_t* r, double now_ms) noexcept nogil:
-    """What ends on the links of one rank before something of it ends on a link that it shares."""
-    cdef int link
-    while True:
-        link = G1_TO_G2 if r.tiers.link_next_ms[G1_TO_G2] <= r.tiers.link_next_ms[G2_TO_G1] else G2_TO_G1
-        if r.tiers.link_next_ms[link] >= now_ms:
-            return
-        end_jobs(r, link)
-
-
-cdef void settle(rank_t* r, double now_ms) noexcept nogil:
-    """Everything that ends by `now_ms`, in order of time; then the progress of what goes on."""
+cdef void carry(rank_t* r, double now_ms) noexcept nogil:
+    """Let all links of a rank carry on to `now_ms`; nothing is settled."""
     cdef rank_t* d = r.deep
-    cdef double best
-    cdef double next_ms
-    cdef int first
     cdef int link
-    while True:
-        best = NEVER
-        first = -1
-        for link in range(NUM_LINKS):
-            next_ms = r.tiers.link_next_ms[link] if link < G2_TO_G3 else d.tiers.link_next_ms[link]
-            if next_ms < best:
-                best = next_ms
-                first = link
-        if first < 0 or best > now_ms + SLACK_MS:
-            break
-        end_jobs(r if first < G2_TO_G3 else d, first)
     for link in range(NUM_LINKS):
-        link_progress(r if link < G2_TO_G3 else d, link, now_ms)
+        link_advance(r if link < G2_TO_G3 else d, link, now_ms)
+    if r.tiers.clock_ms < now_ms:
+        r.tiers.clock_ms = now_ms
+    if d.tiers.clock_ms < now_ms:
+        d.tiers.clock_ms = now_ms
 
 
 cdef void tiers_tick(rank_t* r, double now_ms) noexcept nogil:
-    """Let transfers go on to `now_ms`; requests whose blocks have come wait at the front. An earlier time: nothing."""
+    """Settle what has ended by `now_ms`, in order of time, as it goes on. An earlier time than before: nothing."""
     cdef int64_t active
+    cdef double deadline
+    cdef int32_t own
+    cdef int32_t shared
     r.command_ms = now_ms
     count_parked(r, now_ms)
     if r.header.num_transfers == 0:
         return
     active = pool_active(r)
-    if tiers_deadline(r) <= now_ms + SLACK_MS:
+    while True:
+        deadline = tiers_deadline(r)
+        if deadline > now_ms + SLACK_MS or deadline == NEVER:
+            break
+        carry(r, deadline)
+        own = take_due(r, deadline + SLACK_MS)
+        shared = NO_SLOT if r.deep == r else take_due(r.deep, deadline + SLACK_MS)
+        settle_due(r, own)
+        settle_due(r.deep, shared)
         r.header.effect_free = 0
-    settle(r, now_ms)
-    promote(r)
+    carry(r, now_ms)
+    show_done(r)
     if pool_active(r) < active:
         r.header.capacity_generation += 1
 
@@ -920,6 +1000,11 @@ cdef void tiers_reset(rank_t* r) noexcept nogil:
         t.lru_tail[k] = NO_SLOT
         t.wait_head[k] = NO_SLOT
         t.wait_tail[k] = NO_SLOT
+    t.ended_ms = NEVER
+    t.ended_head = NO_SLOT
+    t.ended_tail = NO_SLOT
+    t.done_head = NO_SLOT
+    t.done_tail = NO_SLOT
     t.free_entry = NO_SLOT
     t.free_job = NO_SLOT
     t.parked_head = NO_SLOT

@@ -56,6 +56,13 @@ cdef enum request_flag:
     MATERIALISED = 32  # activated and not admitted yet: enters without prefill
     CROWDED = 64       # alone, it found no block for what it emits: it enters only when there is one
 
+cdef enum block_flag:  # layout.BlockFlag
+    FINDABLE = 1   # by its hash
+    NEWER = 2      # there is an older copy of the hash, which lookups take
+    COPIED = 4     # the oldest of several copies
+    ROOTED = 8     # found through `heads`, not through the block before it
+    BRANCHED = 16  # a block behind it is, or was, found through `heads`
+
 cdef enum host_flag:
     CONNECTOR = 1  # waits in the queue of those that look at transfers
     UNSTORED = 2   # has complete prompt blocks that the host was not asked to take
@@ -136,16 +143,16 @@ cdef enum:  # layout.TierLink; those of G3 and G4 may be shared by several ranks
     G4_TO_G2 = 5
 
 cdef enum tier_state:
-    QUEUED = 0     # its batch waits: it takes no room yet
-    ARRIVING = 1   # its transfer is on a link: it has its room
-    RESIDENT = 2
+    ARRIVING = 0   # it has its room, its transfer waits or is on a link
+    RESIDENT = 1
 
 cdef enum job_kind:
     NO_JOB = 0
-    OFFLOAD_JOB = 1  # evicted blocks on their way to G2
-    SWAP_JOB = 2     # blocks on their way back to the device, for a parked request
-    STAGE_JOB = 3    # the part of a swap that comes from G3 or G4, on its way to G2
-    COPY_JOB = 4     # blocks of G2 copied on to G3 or G4
+    OFFLOAD_JOB = 1  # what one allocation evicted; its blocks are those that need no transfer
+    BATCH_JOB = 2    # a part of an offload on its way to G2
+    SWAP_JOB = 3     # blocks on their way back to the device, for a parked request
+    STAGE_JOB = 4    # the part of a swap that comes from G3 or G4, on its way to G2
+    COPY_JOB = 5     # blocks of G2 copied on to G3 or G4
 
 cdef enum offload_event_kind:  # layout.OffloadEventKind
     STORE_PREPARED = 0
@@ -350,9 +357,13 @@ cdef struct block_t:  # 32 bytes
     int32_t refs
     int32_t prev                  # inactive list, oldest first
     int32_t next
-    int32_t copy_prev             # copies of the same hash, oldest first
-    int32_t copy_next
-    int32_t hashed                # 1: findable by `hash`
+    int32_t link                  # block before it in its prompt; ROOTED: next in its chain; NEWER: the oldest copy, once
+    int32_t follow                # block behind it in a prompt, found through it
+    int32_t hashed                # block_flag, 0: not findable
+
+cdef struct copy_t:  # 8 bytes: ring of the copies of one hash, from older to newer; zero where there is but one
+    int32_t prev
+    int32_t next
 
 cdef struct host_t:  # host tier: its scalars; one row
     int64_t next_transfer         # id of the next transfer
@@ -370,8 +381,8 @@ cdef struct host_t:  # host tier: its scalars; one row
     int64_t stored_blocks         # blocks that completed stores have brought
     int64_t loaded_blocks         # and completed loads
     int64_t evicted_blocks
-    int64_t device_hit_tokens     # reused by first admissions, from the device
-    int64_t host_hit_tokens       # and from the host
+    int64_t device_hit_tokens     # of either design: reused by first admissions, from the device
+    int64_t lower_hit_tokens      # and from below
     double load_wait_ms           # summed over requests: from the decision to load to the end of the load
     double fence_wait_ms          # summed over passes: that the computation waited for stores
     double store_tail_ms          # when the last transfer of each lane ends
@@ -454,13 +465,15 @@ cdef struct tiers_t:  # KVBM tiers: their scalars; one row
     int64_t blocks_used           # bump pointer of the heap of job blocks
     int64_t num_entries[NUM_TIERS]    # blocks that take room in each tier
     int64_t num_evictable[NUM_TIERS]  # those of them that are resident and not pinned: those of the LRU list
-    int64_t num_offloads          # offload jobs, waiting ones included
-    int64_t num_running[NUM_TIERS]    # jobs on the links towards each tier
-    int64_t num_quarantined       # device blocks that offload jobs read
+    int64_t num_offloads          # those that are not over
+    int64_t num_running[NUM_TIERS]    # batches on the links towards each tier, until their end was settled
+    int64_t num_quarantined       # device blocks that offloads hold
     int64_t moved[NUM_LINKS]      # blocks carried by each link so far
     int64_t evicted[NUM_TIERS]    # blocks that left each tier for others
     double parked_ms              # summed over requests: from parking until its end was seen
     double seen_ms                # until when that is counted
+    double clock_ms               # latest time that was looked at; nothing starts before it
+    double ended_ms               # first end that was not settled yet, infinity: none
     double link_ms[NUM_LINKS]     # until when progress is accounted for
     double link_next_ms[NUM_LINKS]    # when the next transfer of the link ends, infinity: none
     int32_t link_head[NUM_LINKS]  # transfers, in order of their start
@@ -471,6 +484,10 @@ cdef struct tiers_t:  # KVBM tiers: their scalars; one row
     int32_t wait_tail[NUM_TIERS]
     int32_t free_entry            # heads of the lists of unused rows
     int32_t free_job
+    int32_t ended_head            # transfers that have ended and were not settled
+    int32_t ended_tail
+    int32_t done_head             # swaps whose blocks have come, in order of parking; empty between calls
+    int32_t done_tail
     int32_t parked_head           # parked requests, in order of parking
     int32_t parked_tail
     int32_t span_free[TABLE_CLASSES]  # heads of the free spans of 2**k job blocks
@@ -486,17 +503,18 @@ cdef struct tier_entry_t:  # a block in a lower tier; 48 bytes
     int32_t prev                  # LRU list of its tier, oldest first
     int32_t next                  # LRU list, or list of unused rows
 
-cdef struct tier_job_t:  # a transfer, or what leads several; 64 bytes
+cdef struct tier_job_t:  # a transfer, or what leads several; 72 bytes
     int64_t id
     double remaining              # bytes left, while on a link
+    double ended_ms               # when it ended, until that is settled
     int32_t first                 # span of the heap of job blocks, of 2**span_class rows
     int32_t count                 # rows in use
     int32_t kind                  # job_kind
     int32_t link                  # layout.TierLink, -1: on none
     int32_t slot                  # swap: row of the request, NO_SLOT: it was cancelled
     int32_t rank                  # stage and copy: number of the rank it belongs to
-    int32_t parent                # stage: row of its swap
-    int32_t stages                # swap: its stages that have not ended
+    int32_t parent                # batch: row of its offload; stage: of its swap
+    int32_t stages                # offload, swap: its batches or stages that have not ended
     int32_t prefix                # swap: leading rows that are pinned blocks of the device
     int32_t span_class
     int32_t prev                  # its link, or its waiting list
@@ -560,11 +578,6 @@ cdef struct radix_t:  # radix engine: its scalars; one row
     int32_t retry                 # retry_kind of the last pass
     int32_t flushed               # leading events of the buffer that were handed out
     int32_t run_free[TABLE_CLASSES]
-
-cdef struct slot_t:  # 16 bytes: hash table of findable blocks
-    uint64_t hash
-    int32_t first                 # oldest copy, NO_BLOCK: empty slot
-    int32_t last
 
 cdef struct event_t:
     int64_t event_id
@@ -654,7 +667,8 @@ cdef struct pass_t:  # the pass being executed, scratch
     int32_t deferrals             # host tier: requests that went to sleep
     int32_t connector             # host tier: first of the connector queue that was not looked at in this pass
     int32_t offloading            # KVBM tiers: blocks were refused because they are on their way out
-    int32_t unused
+    int32_t ticked                # KVBM tiers: transfers that ended when the pass began changed something visible
+    int32_t emitted               # KVBM tiers: the tokens are out already
 
 cdef struct request_spec_t:  # layout.REQUEST_SPEC
     uint64_t id_hi
@@ -753,7 +767,7 @@ cdef struct profile_t:  # an interpolated timing profile; read-only, owned by Py
 cdef struct rank_t  # below
 
 ctypedef int (*grow_fn)(rank_t*, int, int64_t) noexcept nogil
-ctypedef bint (*room_fn)(rank_t*, int64_t) noexcept nogil
+ctypedef bint (*room_fn)(rank_t*, int64_t, int64_t) noexcept nogil
 ctypedef int (*predict_fn)(rank_t*, int, int64_t, int64_t, int64_t, int64_t, double*) noexcept nogil
 ctypedef int32_t (*ask_fn)(rank_t*, int32_t) noexcept nogil
 ctypedef double (*score_fn)(rank_t*, int32_t) noexcept nogil
@@ -768,7 +782,8 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int32_t* tables               # heap of block tables
     block_t* blocks               # num_blocks rows and a sentinel: the ends of the inactive list
     int32_t* free_stack
-    slot_t* slots
+    copy_t* copies                # by block
+    int32_t* heads                # hash -> chain of blocks that are not found through another
     event_t* events
     event_block_t* event_blocks
     radix_t* radix                # radix engine: the tree
@@ -812,7 +827,7 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int64_t cap_requests
     int64_t mask_ids
     int64_t cap_tables
-    int64_t mask_slots
+    int64_t mask_heads
     int64_t cap_events
     int64_t cap_event_blocks
     # beside the arena
@@ -825,9 +840,9 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int32_t* burst                # scratch: tokens each of them emits
     int32_t* terminal             # scratch: rows that end without a token
     int32_t* retracted            # scratch: rows that were retracted
-    int32_t* ahead                # hint: block that became inactive 4 after this one
-    int32_t recent[4]             # hint: the last blocks that became inactive
-    uint32_t recent_at
+    int32_t* found                # scratch: findable leading blocks of request row `found_of`
+    int64_t num_found
+    int32_t found_of              # NO_SLOT: the index has changed since
     int64_t num_signals
     int64_t num_rejected
     int64_t num_admissions

@@ -59,7 +59,7 @@ class TransferTotals:
     def _add_hits(self, rank: SchedulerRank) -> None:
         host = rank._state.view("host")[0]
         self.device_hit_tokens += int(host["device_hit_tokens"])
-        self.lower_hit_tokens += int(host["host_hit_tokens"])
+        self.lower_hit_tokens += int(host["lower_hit_tokens"])
 
     def _add_host(self, rank: SchedulerRank, block_bytes: int) -> None:
         self._add_hits(rank)
