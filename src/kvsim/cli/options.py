@@ -210,9 +210,27 @@ def add_offload_options(parser: argparse.ArgumentParser) -> None:
     host, kvbm = "native_host_offload", "kvbm_tiers"
     for option, path, kind, metavar, text in (
         ("--kv-cache-bytes", "kv_cache_bytes_per_token", positive_int, "N", "bytes of KV per token"),
-        ("--host-blocks", f"{host}.num_host_blocks", positive_int, "N", "write finished prompt blocks through to so many"),
-        ("--d2h-gbps", f"{host}.d2h_bandwidth_gbps", milliseconds, "X", "device to host, GB/s (32); 0 is instantaneous"),
-        ("--h2d-gbps", f"{host}.h2d_bandwidth_gbps", milliseconds, "X", "host to device, GB/s (32); 0 is instantaneous"),
+        (
+            "--host-blocks",
+            f"{host}.num_host_blocks",
+            positive_int,
+            "N",
+            "write finished prompt blocks through to so many",
+        ),
+        (
+            "--d2h-gbps",
+            f"{host}.d2h_bandwidth_gbps",
+            milliseconds,
+            "X",
+            "device to host, GB/s (32); 0 is instantaneous",
+        ),
+        (
+            "--h2d-gbps",
+            f"{host}.h2d_bandwidth_gbps",
+            milliseconds,
+            "X",
+            "host to device, GB/s (32); 0 is instantaneous",
+        ),
         ("--g2-blocks", f"{kvbm}.num_g2_blocks", positive_int, "N", "keep what the device evicts in host memory"),
         ("--g3-blocks", f"{kvbm}.num_g3_blocks", non_negative_int, "N", "copy it on to a disk of so many blocks"),
     ):
