@@ -30,7 +30,7 @@ ENGINE = EngineConfig(
 HOST = ENGINE.replace(
     native_host_offload=NativeHostOffload(num_host_blocks=16, d2h_bandwidth_gbps=1.0, h2d_bandwidth_gbps=1.0)
 )
-TIERS = ENGINE.replace(kvbm_tiers=KvbmTiers(num_g2_blocks=2, num_g3_blocks=16, g1_to_g2_gbps=1.0, g2_to_g1_gbps=1.0))
+TIERS = ENGINE.replace(kvbm_tiers=KvbmTiers(num_g2_blocks=4, num_g3_blocks=16, g1_to_g2_gbps=1.0, g2_to_g1_gbps=1.0))
 #: The third prompt is the first one, which the second has pushed out.
 REQUESTS = [
     {"arrival_time_ms": 500.0 * k, "input_token_ids": list(range(first, first + 16)), "output_tokens": 1}
@@ -72,9 +72,11 @@ def test_tiers_count_every_link() -> None:
     assert found["host_to_object_bytes"] == found["object_to_host_bytes"] == 0
 
 
-def test_workers_that_are_gone_still_count() -> None:
-    fixed = said(HOST, workers=2)
-    assert fixed["device_to_host_bytes"] == 12 * BLOCK
+def test_totals_are_over_all_workers() -> None:
+    # The third request goes to the first worker, which has its prompt.
+    found = said(HOST, workers=2)
+    assert found["device_to_host_bytes"] == 8 * BLOCK
+    assert (found["device_hit_tokens"], found["lower_hit_tokens"]) == (12, 0)
 
 
 def test_the_table_names_the_tiers() -> None:

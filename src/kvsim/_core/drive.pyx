@@ -241,7 +241,7 @@ cdef class Fleet:
     cdef bint capture_outputs
     cdef bint record_passes
     cdef bint capture_offload
-    cdef bint has_host            # some worker has a host tier
+    cdef bint has_tiers           # some worker has a lower KV tier
     cdef bint watch_gauges
     cdef bint watch_passes
     cdef object _gauges
@@ -363,7 +363,7 @@ cdef class Fleet:
             self.ranks[first + i].grouped = len(states) > 1
             self.ranks[first + i].want_firsts = self.note_firsts
             self.ranks[first + i].want_offload = self.capture_offload
-            self.has_host |= self.ranks[first + i].config.host != 0
+            self.has_tiers |= self.ranks[first + i].config.offload != 0
             self.rank_workers[first + i] = w
             memset(&self.gauge_rows[first + i], 0, sizeof(gauge_t))
         self.num_ranks += len(states)
@@ -1095,9 +1095,16 @@ cdef class Fleet:
 
         Spec/host-offload.md section 6, spec/handoff.md section 3.
         """
+        engine_boundary(self.ranks[rank], self.workers[w].busy_until)
+        if unlikely(self.ranks[rank].config.tiers):
+            # Transfers went on while the worker was busy.
+            engine_internal_work(self.ranks[rank], self.workers[w].busy_until)
+        self.try_pending(w, rank)
+
+    cdef inline void try_pending(self, int64_t w, int64_t rank) noexcept nogil:
+        """The first pending destination of a rank is tried."""
         cdef int32_t slot
         cdef note_t* n
-        engine_boundary(self.ranks[rank], self.workers[w].busy_until)
         if likely(self.ranks[rank].header.num_pending == 0):
             return
         slot = engine_retry(self.ranks[rank])
@@ -1453,7 +1460,7 @@ cdef class Fleet:
             next_ms = self.workers[self.heap[0]].busy_until
         if self.feed_at < self.feed_count and self.feed_cap == 0 and self.feed_times[self.feed_at] < next_ms:
             next_ms = self.feed_times[self.feed_at]
-        if self.has_host:
+        if self.has_tiers:
             next_ms = min(next_ms, self.next_deadline())
         return next_ms
 
@@ -1461,9 +1468,11 @@ cdef class Fleet:
         """When the next transfer of an idle worker ends; a busy one looks at its own when its pass ends."""
         cdef double next_ms = INFINITY
         cdef int64_t w
+        cdef int64_t rank
         for w in range(self.num_workers):
             if self.workers[w].live and not self.workers[w].busy:
-                next_ms = min(next_ms, engine_deadline(self.ranks[self.workers[w].first_rank]))
+                for rank in range(self.workers[w].first_rank, self.workers[w].first_rank + self.workers[w].num_ranks):
+                    next_ms = min(next_ms, engine_deadline(self.ranks[rank]))
         return next_ms
 
     cdef void settle_transfers(self) noexcept nogil:
@@ -1473,9 +1482,11 @@ cdef class Fleet:
         for w in range(self.num_workers):
             if not self.workers[w].live or self.workers[w].busy:
                 continue
-            rank = self.workers[w].first_rank
-            if engine_deadline(self.ranks[rank]) <= self.now_ms:
+            for rank in range(self.workers[w].first_rank, self.workers[w].first_rank + self.workers[w].num_ranks):
+                if engine_deadline(self.ranks[rank]) > self.now_ms:
+                    continue
                 engine_internal_work(self.ranks[rank], self.now_ms)
+                self.try_pending(w, rank)
                 self.show_events(rank, self.now_ms)
                 if self.watch_gauges:
                     self.read_gauge(rank, False)
@@ -1485,7 +1496,7 @@ cdef class Fleet:
         """Go to an instant and end the passes that end at it, by pool and worker."""
         self.now_ms = now_ms
         self.wake_idle()
-        if self.has_host:
+        if self.has_tiers:
             self.settle_transfers()
         while self.heap_count > 0 and self.workers[self.heap[0]].busy_until <= now_ms:
             self.complete(self.heap_pop())

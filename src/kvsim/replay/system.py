@@ -97,6 +97,7 @@ class RunPool:
         "ranks",
         "requests",
         "tokenization",
+        "transfers",
         "workers",
     )
 
