@@ -94,18 +94,23 @@ def test_a_destination_waits_for_the_copy_of_what_it_displaces():
     rank = build(2, seqs=2, block_bytes=20 * MB)
     submit(rank, 1, range(4), 1)
     run(rank, 0.0)
-    assert rank.metrics().active_blocks == 0 and rank.metrics().inactive_blocks == 1
+    assert rank.metrics().active_blocks == 0
+    assert rank.metrics().inactive_blocks == 1
     submit(rank, 2, [9, 9, 9], 100)
     run(rank, 0.0)
-    assert rank.metrics().active_blocks == 1 and rank.metrics().inactive_blocks == 1
+    assert rank.metrics().active_blocks == 1
+    assert rank.metrics().inactive_blocks == 1
     assert reserve(rank, 3, range(4, 8), at=100.0) == []
     assert rank.next_internal_deadline_ms() == pytest.approx(120.0, abs=0.01)
     idle = rank.tick_offload_only(100.0)
-    assert idle.lifecycle_events == [] and rank.metrics().active_blocks == 2
+    assert idle.lifecycle_events == []
+    assert rank.metrics().active_blocks == 2
     assert rank.next_internal_deadline_ms() == pytest.approx(120.0, abs=0.01)
     moved = rank.tick_offload_transport_only(rank.next_internal_deadline_ms())
-    assert moved.lifecycle_events == [] and tiers_of(moved.kv_events) == ["host_pinned"]
-    assert rank.metrics().active_blocks == 1 and len(rank.block_table(3)) == 0
+    assert moved.lifecycle_events == []
+    assert tiers_of(moved.kv_events) == ["host_pinned"]
+    assert rank.metrics().active_blocks == 1
+    assert len(rank.block_table(3)) == 0
     assert [type(e) for e in rank.tick_offload_only(120.0).lifecycle_events] == [DestinationReserved]
     assert len(rank.block_table(3)) == 1
     rank.check_integrity()
@@ -119,7 +124,8 @@ def test_blocks_that_g2_has_leave_their_slots_at_once():
     fill(rank, range(4))
     assert (rank.metrics().active_blocks, rank.metrics().inactive_blocks) == (0, 1)
     events = reserve(rank, 3, range(4, 12), at)
-    assert [type(e) for e in events] == [DestinationReserved] and rank.next_internal_deadline_ms() is None
+    assert [type(e) for e in events] == [DestinationReserved]
+    assert rank.next_internal_deadline_ms() is None
     assert len(rank.block_table(3)) == 2
 
 
@@ -134,11 +140,13 @@ def test_growth_waits_for_an_offload_and_nobody_is_preempted():
     assert [o.request_id for o in done.outputs] == [3]
     row = rank.request_row(2)
     assert (row["generated"], row["allocated"], row["computed"]) == (0, 4, 4)
-    assert rank.metrics().preemptions_total == 0 and rank.metrics().running_requests == 2
+    assert rank.metrics().preemptions_total == 0
+    assert rank.metrics().running_requests == 2
     _, done = run(rank, executed.end_ms)
     assert 2 in [o.request_id for o in done.outputs]
     row = rank.request_row(2)
-    assert (row["generated"], row["allocated"]) == (1, 5) and rank.metrics().preemptions_total == 0
+    assert (row["generated"], row["allocated"]) == (1, 5)
+    assert rank.metrics().preemptions_total == 0
     assert rank.offload_dependency_ms(2) is None
 
 
@@ -150,7 +158,8 @@ def test_speculative_growth_waits_for_an_offload():
     submit(rank, 2, range(4), 20, at)
     submit(rank, 3, range(10, 12), 20, at)
     executed, done = run(rank, at)
-    assert len(done.outputs) == 0 and executed.end_ms == pytest.approx(at + 1.0)
+    assert len(done.outputs) == 0
+    assert executed.end_ms == pytest.approx(at + 1.0)
     assert [rank.request_row(i)["generated"] for i in (2, 3)] == [0, 0]
     _, done = run(rank, executed.end_ms)
     assert [rank.request_row(i)["generated"] for i in (2, 3)] == [6, 6]
@@ -164,8 +173,12 @@ def test_a_prompt_in_g2_is_parked_until_it_has_come_back():
     at = 0.0
     submit(rank, 1, range(4), 2, at)
     first = rank.execute_pass(at)
-    assert len(first.start_effects.admissions) == 0 and len(rank.parked) == 1 and first.end_ms == at + 1.0
-    assert rank.metrics().waiting_requests == 0 and not rank.is_ready() and not rank.is_empty()
+    assert len(first.start_effects.admissions) == 0
+    assert len(rank.parked) == 1
+    assert first.end_ms == at + 1.0
+    assert rank.metrics().waiting_requests == 0
+    assert not rank.is_ready()
+    assert not rank.is_empty()
     rank.complete_pass(first.pending, at)
     rank.execute_pass(at + 0.5)
     assert len(rank.parked) == 1
@@ -183,7 +196,8 @@ def test_a_follower_cannot_take_the_slots_of_a_parked_request():
     submit(rank, 1, range(4), 1, at)
     submit(rank, 2, range(4, 8), 1, at)
     executed = rank.execute_pass(at)
-    assert len(executed.start_effects.admissions) == 0 and rank.metrics().active_blocks == 1
+    assert len(executed.start_effects.admissions) == 0
+    assert rank.metrics().active_blocks == 1
     assert rank.requests["id_lo"][rank.waiting].tolist() == [2]
     rank.check_integrity()
 
@@ -195,7 +209,8 @@ def test_a_prompt_in_g3_takes_two_hops():
     at = 0.0
     submit(rank, 1, range(4), 1, at)
     executed = rank.execute_pass(at)
-    assert len(rank.parked) == 1 and len(executed.start_effects.admissions) == 0
+    assert len(rank.parked) == 1
+    assert len(executed.start_effects.admissions) == 0
     rank.tick_offload_only(at + 1.0)
     assert len(rank.parked) == 1
     rank.tick_offload_only(at + 2.0)
@@ -221,7 +236,8 @@ def test_the_prefix_of_a_parked_request_is_pinned():
     submit(rank, 1, range(12), 1, at)
     executed = rank.execute_pass(at)
     assert len(executed.start_effects.admissions) == 0
-    assert len(rank.parked) == 1 and rank.metrics().active_blocks == 3
+    assert len(rank.parked) == 1
+    assert rank.metrics().active_blocks == 3
     rank.check_integrity()
 
 
@@ -232,21 +248,26 @@ def test_a_cancelled_parked_request_leaves_its_pins_behind():
     request = Request(1, range(12), max_output_tokens=1)
     rank.apply_command(SubmitHandoffPrefill(7, request), CommandContext(at))
     rank.execute_pass(at)
-    assert len(rank.parked) == 1 and rank.metrics().active_blocks == 3
+    assert len(rank.parked) == 1
+    assert rank.metrics().active_blocks == 3
     with pytest.raises(CommandError, match="already active"):
         submit(rank, 1, range(4), 1, at)
     assert reserve(rank, 2, range(50, 54), at) == []
     effects = rank.apply_command(CancelSource(7), CommandContext(at))
-    assert isinstance(effects.result, Applied) and effects.lifecycle_events == []
-    assert len(rank.parked) == 0 and rank.request_row(1) is None
+    assert isinstance(effects.result, Applied)
+    assert effects.lifecycle_events == []
+    assert len(rank.parked) == 0
+    assert rank.request_row(1) is None
     assert isinstance(rank.apply_command(CancelDestination(1002), CommandContext(at)).result, Applied)
     assert rank.metrics().active_blocks == 3
     rank.tick_offload_only(at + 0.5)
-    assert rank.metrics().active_blocks == 3 and not rank.is_drained()
+    assert rank.metrics().active_blocks == 3
+    assert not rank.is_drained()
     submit(rank, 1, range(70, 74), 1, at + 0.5)
     rank.check_integrity()
     rank.tick_offload_only(at + 10.0)
-    assert rank.metrics().active_blocks == 0 and rank.request_row(1) is not None
+    assert rank.metrics().active_blocks == 0
+    assert rank.request_row(1) is not None
     last = rank.execute_pass(at + 10.0)
     assert [a.request_id for a in last.start_effects.admissions] == [1]
     rank.check_integrity()
@@ -295,9 +316,11 @@ def test_a_fork_goes_on_alike_with_transfers_in_flight():
     other = rank.fork()
     assert other.digest() == rank.digest()
     end = drain(rank, at)
-    assert drain(other, at) == end and other.digest() == rank.digest()
+    assert drain(other, at) == end
+    assert other.digest() == rank.digest()
     other.restore(saved)
-    assert drain(other, at) == end and other.digest() == rank.digest()
+    assert drain(other, at) == end
+    assert other.digest() == rank.digest()
 
 
 @pytest.mark.parametrize(
@@ -316,8 +339,7 @@ def test_a_fork_goes_on_alike_with_transfers_in_flight():
 def test_what_the_tiers_cannot_be_combined_with_is_named(field, changes):
     values = {"kv_cache_bytes_per_token": 1000, "kvbm_tiers": {"num_g2_blocks": 4}} | changes
     with pytest.raises(ConfigError) as error:
-        tiers = values.pop("kvbm_tiers")
-        EngineConfig(kvbm_tiers=KvbmTiers(**tiers), **values)
+        EngineConfig(**values | {"kvbm_tiers": KvbmTiers(**values["kvbm_tiers"])})
     assert error.value.field == field
 
 
@@ -330,4 +352,5 @@ def test_without_the_size_of_a_token_nothing_is_attached():
     config = EngineConfig(num_gpu_blocks=2, block_size=4, kvbm_tiers=KvbmTiers(num_g2_blocks=8))
     assert config.tiers_attached is None
     rank = SchedulerRank(RankIdentity(), config)
-    assert rank.next_internal_deadline_ms() is None and rank.tick_offload_only(5.0).kv_events == ()
+    assert rank.next_internal_deadline_ms() is None
+    assert rank.tick_offload_only(5.0).kv_events == ()

@@ -485,7 +485,7 @@ def _check_tiers(state: Any, config: Any, header: Any, requests: Any) -> list[in
     copies = [row for link in (_Link.G2_TO_G3, _Link.G2_TO_G4) for row in links[link] if ours[row]]
     copies += waiting[_Tier.G3] + waiting[_Tier.G4]
     _same("num_offloads", own["num_offloads"], len(offloads))
-    for name, rows_of, kind, among in (
+    for name, rows_of, _kind, among in (
         ("batches", batches, _Job.BATCH, kinds == _Job.BATCH),
         ("stages", stages, _Job.STAGE, (deep_kinds == _Job.STAGE) & ours),
         ("copies", copies, _Job.COPY, (deep_kinds == _Job.COPY) & ours),
@@ -582,7 +582,9 @@ def _check_parked(state: Any, tiers: Any, requests: Any, jobs: Any, swaps: list[
     loads = state.view("offloads")["load"]
     _same("parked requests", sorted(parked), np.flatnonzero(requests["host"] & _PARKED).tolist())
     _same("asleep", state.view("header")[0]["num_asleep"], len(parked))
-    _require((requests["status"][parked] == _WAITING).all(), "a parked request is not one that waits for the first time")
+    _require(
+        (requests["status"][parked] == _WAITING).all(), "a parked request is not one that waits for the first time"
+    )
     followed = sorted(int(jobs[row]["slot"]) for row in swaps if jobs[row]["slot"] >= 0)
     _same("requests of swaps", followed, sorted(parked))
     for slot in parked:

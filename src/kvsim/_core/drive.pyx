@@ -34,7 +34,7 @@ from kvsim._core.engine cimport (
     engine_active, engine_boundary, engine_deadline, engine_drained, engine_emit, engine_events_shown, engine_fail, engine_fail_stuck,
     engine_internal_work, engine_register_source, engine_runnable,
     engine_reserve, engine_reserve_error, engine_retries, engine_retry, engine_schedule, engine_stuck, engine_submit,
-    engine_unblock, engine_visible_events, engine_waiting,
+    engine_transport, engine_unblock, engine_visible_events, engine_waiting,
 )
 from kvsim._core.signals cimport progressed
 from kvsim._core.state cimport RankState
@@ -241,7 +241,7 @@ cdef class Fleet:
     cdef bint capture_outputs
     cdef bint record_passes
     cdef bint capture_offload
-    cdef bint has_tiers           # some worker has a lower KV tier
+    cdef bint has_offload         # some worker has a lower tier
     cdef bint watch_gauges
     cdef bint watch_passes
     cdef object _gauges
@@ -363,7 +363,7 @@ cdef class Fleet:
             self.ranks[first + i].grouped = len(states) > 1
             self.ranks[first + i].want_firsts = self.note_firsts
             self.ranks[first + i].want_offload = self.capture_offload
-            self.has_tiers |= self.ranks[first + i].config.offload != 0
+            self.has_offload |= self.ranks[first + i].config.offload != 0
             self.rank_workers[first + i] = w
             memset(&self.gauge_rows[first + i], 0, sizeof(gauge_t))
         self.num_ranks += len(states)
@@ -1096,13 +1096,9 @@ cdef class Fleet:
         Spec/host-offload.md section 6, spec/handoff.md section 3.
         """
         engine_boundary(self.ranks[rank], self.workers[w].busy_until)
-        if unlikely(self.ranks[rank].config.tiers):
-            # Transfers went on while the worker was busy.
-            engine_internal_work(self.ranks[rank], self.workers[w].busy_until)
-        self.try_pending(w, rank)
+        self.retry_pending(w, rank)
 
-    cdef inline void try_pending(self, int64_t w, int64_t rank) noexcept nogil:
-        """The first pending destination of a rank is tried."""
+    cdef inline void retry_pending(self, int64_t w, int64_t rank) noexcept nogil:
         cdef int32_t slot
         cdef note_t* n
         if likely(self.ranks[rank].header.num_pending == 0):
@@ -1460,33 +1456,47 @@ cdef class Fleet:
             next_ms = self.workers[self.heap[0]].busy_until
         if self.feed_at < self.feed_count and self.feed_cap == 0 and self.feed_times[self.feed_at] < next_ms:
             next_ms = self.feed_times[self.feed_at]
-        if self.has_tiers:
+        if self.has_offload:
             next_ms = min(next_ms, self.next_deadline())
         return next_ms
 
     cdef double next_deadline(self) noexcept nogil:
-        """When the next transfer of an idle worker ends; a busy one looks at its own when its pass ends."""
+        """When the next transfer of an idle worker ends; a busy one looks at its own when its pass ends.
+
+        The transfers of KVBM tiers go on while their worker is busy.
+        """
         cdef double next_ms = INFINITY
         cdef int64_t w
         cdef int64_t rank
         for w in range(self.num_workers):
-            if self.workers[w].live and not self.workers[w].busy:
-                for rank in range(self.workers[w].first_rank, self.workers[w].first_rank + self.workers[w].num_ranks):
+            if not self.workers[w].live:
+                continue
+            for rank in range(self.workers[w].first_rank, self.workers[w].first_rank + self.workers[w].num_ranks):
+                if not self.workers[w].busy or self.ranks[rank].config.tiers:
                     next_ms = min(next_ms, engine_deadline(self.ranks[rank]))
         return next_ms
 
     cdef void settle_transfers(self) noexcept nogil:
-        """Transfers of idle workers that are over at this instant."""
+        """Transfers that are over at this instant, of idle workers and with KVBM tiers of busy ones."""
         cdef int64_t w
         cdef int64_t rank
+        cdef rank_t* r
         for w in range(self.num_workers):
-            if not self.workers[w].live or self.workers[w].busy:
+            if not self.workers[w].live:
                 continue
             for rank in range(self.workers[w].first_rank, self.workers[w].first_rank + self.workers[w].num_ranks):
-                if engine_deadline(self.ranks[rank]) > self.now_ms:
+                r = self.ranks[rank]
+                # Commands of this instant that follow.
+                r.command_ms = self.now_ms
+                if engine_deadline(r) > self.now_ms or (self.workers[w].busy and not r.config.tiers):
                     continue
-                engine_internal_work(self.ranks[rank], self.now_ms)
-                self.try_pending(w, rank)
+                if self.workers[w].busy:
+                    # No destination is let in, and what it shows waits for the events of the pass.
+                    engine_transport(r, self.now_ms)
+                    continue
+                engine_internal_work(r, self.now_ms)
+                if r.config.tiers:
+                    self.retry_pending(w, rank)
                 self.show_events(rank, self.now_ms)
                 if self.watch_gauges:
                     self.read_gauge(rank, False)
@@ -1496,7 +1506,7 @@ cdef class Fleet:
         """Go to an instant and end the passes that end at it, by pool and worker."""
         self.now_ms = now_ms
         self.wake_idle()
-        if self.has_tiers:
+        if self.has_offload:
             self.settle_transfers()
         while self.heap_count > 0 and self.workers[self.heap[0]].busy_until <= now_ms:
             self.complete(self.heap_pop())

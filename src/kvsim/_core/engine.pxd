@@ -246,6 +246,11 @@ cdef inline void engine_internal_work(rank_t* r, double now_ms) noexcept nogil:
         host_work(r, now_ms)
 
 
+cdef inline void engine_transport(rank_t* r, double now_ms) noexcept nogil:
+    """Let the transfers of the KVBM tiers go on to `now_ms`, also while a pass is in flight."""
+    tiers_tick(r, now_ms)
+
+
 cdef inline void engine_boundary(rank_t* r, double end_ms) noexcept nogil:
     """The pass of the rank, or of its group, ends: after `engine_emit`, before `engine_retry`."""
     if unlikely(r.config.offload):
