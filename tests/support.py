@@ -378,18 +378,8 @@ def twin_of(config: EngineConfig, identity: RankIdentity, timing: Any) -> PagedM
 
 
 def inactive_blocks(rank: SchedulerRank) -> list[int]:
-    """Block ids of the inactive list, the next victim first, by walking it."""
-    blocks = rank.blocks
-    end = len(blocks)
-    idle = [block for block in range(end) if blocks[block]["hashed"] and not blocks[block]["refs"]]
-    heads = [block for block in idle if blocks[block]["prev"] == end]
-    assert len(heads) == bool(idle)
-    found: list[int] = []
-    block = heads[0] if heads else end
-    while block != end:
-        found.append(block)
-        block = int(blocks[block]["next"])
-    return found
+    """Block ids of the inactive blocks, the next victim first."""
+    return [int(block) for block in rank._state.inactive_blocks()]
 
 
 def plain(value: Any) -> Any:

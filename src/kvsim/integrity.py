@@ -39,7 +39,8 @@ def check_rank(state: Any, locked: Sequence[int] = ()) -> None:
     """Verify the arena of a `RankState` between passes.
 
     Paged engines: every block is in exactly one place and its references are
-    its occurrences in block tables; lists link both ways; the index finds each
+    its occurrences in block tables; the queue of inactive ones and lists link both
+    ways; the index finds each
     findable block under its hash and nothing else; every sum equals its
     recount. Radix engine: every page is free, in the tree or of one request;
     the tree links both ways and is indexed; locks are those of the leases; the
@@ -114,26 +115,26 @@ def _check_request(row: Any, slot: int, config: Any) -> None:
 
 
 def _check_pool(state: Any, config: Any, header: Any, blocks: Any) -> None:
-    sentinel = int(config["num_blocks"])
-    inactive: list[int] = []
-    end = state.view("sentinel")[0]
-    before, block = sentinel, int(end["next"])
-    while block != sentinel:
-        _require(len(inactive) <= sentinel, "the inactive list does not end")
-        _same(f"block {block}: prev", blocks[block]["prev"], before)
-        inactive.append(block)
-        before, block = block, int(blocks[block]["next"])
-    _same("sentinel.prev", end["prev"], before)
+    queue, head, tail = state.view("inactive"), int(header["inactive_head"]), int(header["inactive_tail"])
+    _require(0 <= tail - head <= len(queue), f"the queue of inactive blocks goes from {head} to {tail}")
+    places = np.arange(head, tail) % len(queue)
+    inside = np.zeros(len(queue), bool)
+    inside[places] = True
+    _require((queue[~inside] == -1).all(), "a block lies outside the queue of inactive blocks")
+    places = places[queue[places] != -1]
+    inactive = queue[places]
     _same("num_inactive", header["num_inactive"], len(inactive))
-    listed = np.zeros(sentinel, bool)
+    _require((blocks["place"][inactive] == places).all(), "an inactive block does not know its place in the queue")
+    listed = np.zeros(len(blocks), bool)
     listed[inactive] = True
+    _require((listed == (blocks["place"] != -1)).all(), "a block that is not in the queue has a place in it")
     _require(
         (listed == ((blocks["refs"] == 0) & (blocks["hashed"] != 0))).all(),
-        "the inactive list is not the findable blocks without references",
+        "the queue of inactive blocks is not the findable blocks without references",
     )
     free = state.view("free_stack")
     _require(len(np.unique(free)) == len(free), "the stack lists a block twice")
-    empty = np.zeros(sentinel, bool)
+    empty = np.zeros(len(blocks), bool)
     empty[free] = True
     _require(
         (empty == ((blocks["refs"] == 0) & (blocks["hashed"] == 0))).all(),
@@ -313,6 +314,12 @@ def _check_findable(state: Any, requests: Any, live: Any, blocks: Any) -> None:
             (findable & ~newer)[found].all() and (blocks["hash"][found] == known[:cached]).all(),
             f"request row {slot} finds a block that is not the oldest copy",
         )
+        remembered, active = state.remembered(slot)
+        _require(
+            len(remembered) <= cached and (remembered == found[: len(remembered)]).all(),
+            f"request row {slot} remembers a block that it would not find",
+        )
+        _same(f"request row {slot}: remembered blocks in use", active, (blocks["refs"][remembered] > 0).sum())
 
 
 # ---------------------------------------------------------------- host tier

@@ -332,6 +332,8 @@ HEADER = np.dtype(
         ("num_event_blocks", "<i8"),
         ("num_free", "<i8"),  # blocks without content, on the stack
         ("num_inactive", "<i8"),  # findable blocks without references
+        ("inactive_head", "<i8"),  # places of the queue ever left, and ever taken: modulo its length
+        ("inactive_tail", "<i8"),
         ("num_reserved", "<i8"),  # free blocks promised inside a pass
         ("table_used", "<i8"),  # bump pointer of the block-table heap
         ("running_blocks", "<i8"),  # table entries of running requests
@@ -418,16 +420,16 @@ HANDOFF = np.dtype(
     ]
 )
 
-#: A block of the pool, 32 bytes; the row after the last is the sentinel of the inactive list.
+#: A block of the pool, 32 bytes.
 BLOCK = np.dtype(
     [
         ("hash", "<u8"),
         ("refs", "<i4"),
-        ("prev", "<i4"),  # inactive list, oldest first
-        ("next", "<i4"),
+        ("place", "<i4"),  # in `inactive`, -1: not there
         ("link", "<i4"),  # block before it in its prompt; ROOTED: next in its chain; NEWER: the oldest copy, once
         ("follow", "<i4"),  # block behind it in a prompt, found through it
         ("hashed", "<i4"),  # BlockFlag, 0: not findable
+        ("unused", "<i4"),
     ]
 )
 

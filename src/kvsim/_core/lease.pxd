@@ -9,11 +9,11 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 from libc.string cimport memcpy
 
 from kvsim._core.events cimport event_add, event_open
-from kvsim._core.pool cimport pool_drop, pool_hold, pool_make_room, pool_take
+from kvsim._core.pool cimport AHEAD, pool_drop, pool_hold, pool_make_room, pool_take
 from kvsim._core.prefix cimport prefix_find, prefix_oldest, prefix_register
 from kvsim._core.types cimport (
-    CHECK, GROW_TABLES, HAS_PARENT, NO_BLOCK, NO_SLOT, RUNNING, STORED, config_t, content_t, origin_t, rank_t, request_t,
-    unlikely,
+    CHECK, GROW_TABLES, HAS_PARENT, NO_BLOCK, RUNNING, STORED, config_t, content_t, origin_t,
+    prefetch, rank_t, request_t, unlikely,
 )
 
 
@@ -75,8 +75,7 @@ cdef inline bint lease_grow(rank_t* r, int32_t slot, int64_t tokens, int64_t reu
         fresh = target - q.n_blocks - reused
         CHECK(fresh >= 0 and (reused == 0 or q.n_blocks == 0))
         if reused > 0:
-            if r.found_of != slot:
-                lease_find(r, slot)
+            lease_find(r, slot)
             CHECK(reused <= r.num_found)
         if fresh > r.header.num_free - r.header.num_reserved:
             room = r.header.num_free - r.header.num_reserved + r.header.num_inactive
@@ -131,7 +130,6 @@ cdef inline void lease_seal(rank_t* r, int32_t slot, int64_t before, int64_t aft
         i -= 1
     if i < last and i > 0:
         before_it = prefix_oldest(r, r.tables[q.table + i - 1], content.hashes, i - 1)
-    r.found_of = NO_SLOT
     while i < last:
         b = r.tables[q.table + i]
         if r.blocks[b].hashed:
@@ -171,20 +169,48 @@ cdef inline void lease_close(rank_t* r, int32_t slot) noexcept nogil:
     q.allocated = 0
 
 
+cdef inline bint lease_remembers(const rank_t* r, int32_t slot) noexcept nogil:
+    """Whether `found` still holds leading blocks of the request: none was evicted, held or dropped since."""
+    return r.found_of == slot and r.found_uses == r.uses and r.header.inactive_head <= r.found_first
+
+
 cdef inline void lease_find(rank_t* r, int32_t slot) noexcept nogil:
-    """Put the leading blocks of the request that are findable into `found`, by its known hashes."""
+    """Put the leading blocks of the request that are findable into `found`, by its known hashes.
+
+    The head of a blocked queue is looked up in every pass. So the lookup goes
+    on where the last one ended, if that was for the same request and nothing
+    has happened to what it found.
+    """
     cdef const uint64_t* hashes = r.contents[slot].hashes
     cdef int64_t n = r.requests[slot].hashed
-    cdef int64_t i = 0
-    cdef int32_t b = NO_BLOCK
+    cdef int64_t head = r.header.inactive_head
+    cdef int64_t i
+    cdef int64_t place
+    cdef int32_t b
+    if not lease_remembers(r, slot):
+        r.found_of = slot
+        r.found_uses = r.uses
+        r.found_first = head + r.mask_inactive + 1
+        r.found_active = 0
+        r.num_found = 0
+    i = r.num_found
+    b = r.found[i - 1] if i > 0 else NO_BLOCK
     while i < n:
         b = prefix_find(r, b, hashes[i])
         if b == NO_BLOCK:
             break
         r.found[i] = b
         i += 1
+        if r.blocks[b].refs > 0:
+            r.found_active += 1
+            continue
+        place = r.blocks[b].place
+        # Blocks that became inactive together lie in the queue from the last to the first.
+        prefetch(&r.blocks[r.inactive[(place - AHEAD) & r.mask_inactive]])
+        place = head + ((place - head) & r.mask_inactive)
+        if place < r.found_first:
+            r.found_first = place
     r.num_found = i
-    r.found_of = slot
 
 
 cdef inline void prefix_cost(rank_t* r, int32_t slot, int64_t* cached, int64_t* active) noexcept nogil:
@@ -192,13 +218,10 @@ cdef inline void prefix_cost(rank_t* r, int32_t slot, int64_t* cached, int64_t* 
 
     Changes nothing, not even recency (spec/kv-cache.md section 5).
     """
-    cdef int64_t i
     cached[0] = 0
     active[0] = 0
     if not r.config.caching:
         return
-    if r.found_of != slot:
-        lease_find(r, slot)
+    lease_find(r, slot)
     cached[0] = r.num_found
-    for i in range(r.num_found):
-        active[0] += r.blocks[r.found[i]].refs > 0
+    active[0] = r.found_active

@@ -4,19 +4,29 @@
 #
 #   free_stack   no content; the top is handed out next
 #   in use       refs > 0
-#   inactive     findable, refs = 0: a doubly linked list through the rows,
+#   inactive     findable, refs = 0: in a queue of ids, the next victim first,
 #
-#       sentinel.next -> oldest <-> ... <-> newest <- sentinel.prev
+#       .. - - 17 - 4 5 - - - 23 - -         - : a gap that a hit has left
+#              ^head           ^tail
 #
-#     The list is ours because a hit takes a block out of the middle. Owners
-#     release their blocks from the last to the first, so a suffix is older
-#     than its parent and leaves are evicted before roots.
+# A block knows its place in the queue, because a hit takes it out of the
+# middle. A list through the rows would do without gaps; but ids of neighbours
+# in the queue have nothing to do with each other, so each step of an eviction
+# would wait for a cold row to learn which is next. Here rows are fetched ahead.
+# The queue is a ring of at least twice the blocks; when its end has come round
+# to its head, the gaps are squeezed out.
+#
+# Owners release their blocks from the last to the first, so a suffix is older
+# than its parent and leaves are evicted before roots.
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from kvsim._core.events cimport event_add, event_open
 from kvsim._core.prefix cimport prefix_unregister
-from kvsim._core.types cimport CHECK, FINDABLE, NO_BLOCK, NO_SLOT, REMOVED, block_t, rank_t, unlikely
+from kvsim._core.types cimport CHECK, FINDABLE, NO_BLOCK, NO_SLOT, REMOVED, block_t, prefetch, rank_t, unlikely
+
+cdef enum:
+    AHEAD = 12  # rows are asked for so many blocks before they are needed
 
 
 cdef inline int64_t pool_active(const rank_t* r) noexcept nogil:
@@ -25,19 +35,17 @@ cdef inline int64_t pool_active(const rank_t* r) noexcept nogil:
 
 
 cdef inline void pool_hold(rank_t* r, const int32_t* held, int64_t count) noexcept nogil:
-    """One more reference to each of these findable blocks; they leave the inactive list if they were there."""
-    cdef block_t* blocks = r.blocks
+    """One more reference to each of these findable blocks; they leave the queue of inactive ones if they were there."""
     cdef block_t* block
     cdef int64_t inactive = 0
     cdef int64_t i
+    r.uses += 1
     for i in range(count):
-        block = &blocks[held[i]]
+        block = &r.blocks[held[i]]
         CHECK(block.hashed & FINDABLE)
         if block.refs == 0:
-            blocks[block.prev].next = block.next
-            blocks[block.next].prev = block.prev
-            block.prev = NO_BLOCK
-            block.next = NO_BLOCK
+            r.inactive[block.place] = NO_BLOCK
+            block.place = NO_BLOCK
             inactive += 1
         block.refs += 1
     r.header.num_inactive -= inactive
@@ -56,17 +64,40 @@ cdef inline void pool_take(rank_t* r, int32_t* taken, int64_t count) noexcept no
     r.header.num_free -= count
 
 
+cdef inline void pool_squeeze(rank_t* r) noexcept nogil:
+    """Close the gaps in the queue of inactive blocks."""
+    cdef int32_t* queue = r.inactive
+    cdef int64_t mask = r.mask_inactive
+    cdef int64_t kept = r.header.inactive_head
+    cdef int64_t at
+    cdef int32_t b
+    for at in range(r.header.inactive_head, r.header.inactive_tail):
+        b = queue[at & mask]
+        if b == NO_BLOCK:
+            continue
+        queue[at & mask] = NO_BLOCK
+        queue[kept & mask] = b
+        r.blocks[b].place = <int32_t>(kept & mask)
+        kept += 1
+    r.header.inactive_tail = kept
+
+
 cdef inline void pool_drop(rank_t* r, const int32_t* dropped, int64_t count) noexcept nogil:
     """One reference less to each of these blocks, the last one first; unused ones become inactive (findable) or empty."""
     cdef block_t* blocks = r.blocks
-    cdef int32_t sentinel = <int32_t>r.config.num_blocks
-    cdef int32_t newest = blocks[sentinel].prev
+    cdef int64_t mask = r.mask_inactive
+    cdef int64_t tail
     cdef int64_t empty = r.header.num_free
-    cdef int64_t inactive = 0
     cdef block_t* block
     cdef int32_t b
+    r.uses += 1
+    if unlikely(r.header.inactive_tail + count - r.header.inactive_head > mask + 1):
+        pool_squeeze(r)
+    tail = r.header.inactive_tail
     while count > 0:
         count -= 1
+        if count >= AHEAD:
+            prefetch(&blocks[dropped[count - AHEAD]])
         b = dropped[count]
         block = &blocks[b]
         CHECK(block.refs > 0)
@@ -74,16 +105,14 @@ cdef inline void pool_drop(rank_t* r, const int32_t* dropped, int64_t count) noe
         if block.refs > 0:
             continue
         if block.hashed:
-            block.prev = newest
-            blocks[newest].next = b
-            newest = b
-            inactive += 1
+            block.place = <int32_t>(tail & mask)
+            r.inactive[tail & mask] = b
+            tail += 1
         else:
             r.free_stack[empty] = b
             empty += 1
-    blocks[newest].next = sentinel
-    blocks[sentinel].prev = newest
-    r.header.num_inactive += inactive
+    r.header.num_inactive += tail - r.header.inactive_tail
+    r.header.inactive_tail = tail
     r.header.num_free = empty
 
 
@@ -93,20 +122,22 @@ cdef inline void pool_evict(rank_t* r, int64_t count) noexcept nogil:
     The blocks go on top of the stack: they are handed out before those that
     were empty already, the last evicted first (spec/kv-cache.md section 3).
     """
-    cdef block_t* blocks = r.blocks
-    cdef int32_t sentinel = <int32_t>r.config.num_blocks
-    cdef int32_t b = blocks[sentinel].next
-    cdef int32_t after
+    cdef int64_t mask = r.mask_inactive
+    cdef int64_t at = r.header.inactive_head
     cdef int64_t empty = r.header.num_free
     cdef int64_t last = empty + count
+    cdef int32_t b
     cdef bint opened = False
     CHECK(count <= r.header.num_inactive)
-    r.found_of = NO_SLOT
     r.header.num_inactive -= count
     while empty < last:
-        after = blocks[b].next
-        blocks[b].prev = NO_BLOCK
-        blocks[b].next = NO_BLOCK
+        b = r.inactive[at & mask]
+        r.inactive[at & mask] = NO_BLOCK
+        prefetch(&r.blocks[r.inactive[(at + AHEAD) & mask]])
+        at += 1
+        if b == NO_BLOCK:
+            continue
+        r.blocks[b].place = NO_BLOCK
         r.free_stack[empty] = b
         empty += 1
         if prefix_unregister(r, b) and r.config.emit_events:
@@ -116,11 +147,8 @@ cdef inline void pool_evict(rank_t* r, int64_t count) noexcept nogil:
                 event_open(r, REMOVED, 0, 0)
                 opened = True
             event_add(r, r.blocks[b].hash, 0, NO_SLOT, 0)
-            blocks = r.blocks
-        b = after
     r.header.num_free = empty
-    blocks[sentinel].next = b
-    blocks[b].prev = sentinel
+    r.header.inactive_head = at
 
 
 cdef inline bint pool_make_room(rank_t* r, int64_t fresh, int64_t held) noexcept nogil:

@@ -29,8 +29,9 @@ from kvsim._core.engine cimport (
     engine_unblock, engine_visible_events, engine_waiting,
 )
 from kvsim._core.host cimport host_find, host_reindex, host_reset
-from kvsim._core.lease cimport prefix_cost
+from kvsim._core.lease cimport lease_remembers
 from kvsim._core.pool cimport pool_active
+from kvsim._core.prefix cimport prefix_find
 from kvsim._core.radix cimport (
     cursor_t, radix_evict, radix_insert, radix_lock, radix_match, radix_match_length, radix_reindex, radix_reset,
     radix_unlock,
@@ -61,6 +62,7 @@ _SECTIONS = {
     "handoffs": layout.HANDOFF,
     "ids": np.dtype("<i4"),
     "free_stack": np.dtype("<i4"),
+    "inactive": np.dtype("<i4"),
     "blocks": layout.BLOCK,
     "copies": layout.COPY,
     "heads": np.dtype("<i4"),
@@ -91,7 +93,7 @@ _SECTIONS = {
 }
 
 #: Sections that only the paged engines use, and only the radix engine: the others hold one row of them.
-_PAGED_SECTIONS = ("free_stack", "blocks", "copies", "heads", "tables")
+_PAGED_SECTIONS = ("free_stack", "inactive", "blocks", "copies", "heads", "tables")
 _RADIX_SECTIONS = ("radix", "leases", "nodes", "node_index", "evict_heap", "runs")
 
 #: Sections of the host tier; a rank without one holds one row of each.
@@ -192,8 +194,9 @@ cdef class RankState:
         self._set_profile(profile)
         sizes = {
             "config": 1, "header": 1, "running": 64, "requests": 64, "handoffs": 64, "ids": 128, "free_stack": blocks,
-            "blocks": blocks + 1, "copies": blocks if config["caching"][0] else 1,
+            "blocks": blocks, "copies": blocks if config["caching"][0] else 1,
             "heads": power_of_two(blocks) if config["caching"][0] else 1,
+            "inactive": power_of_two(2 * blocks) if config["caching"][0] else 1,
             "tables": 4096, "events": 64 if config["emit_events"][0] else 1,
             "event_blocks": 256 if config["emit_events"][0] else 1,
             "radix": 1, "leases": 64, "nodes": 64, "node_index": 128, "evict_heap": 64, "runs": power_of_two(max(1024, min(blocks // 2, 1 << 20))),
@@ -245,6 +248,7 @@ cdef class RankState:
         r.handoffs = <handoff_t*>(base + <int64_t>o["handoffs"][0])
         r.ids = <int32_t*>(base + <int64_t>o["ids"][0])
         r.free_stack = <int32_t*>(base + <int64_t>o["free_stack"][0])
+        r.inactive = <int32_t*>(base + <int64_t>o["inactive"][0])
         r.blocks = <block_t*>(base + <int64_t>o["blocks"][0])
         r.copies = <copy_t*>(base + <int64_t>o["copies"][0])
         r.heads = <int32_t*>(base + <int64_t>o["heads"][0])
@@ -288,6 +292,7 @@ cdef class RankState:
         r.cap_requests = o["requests"][1]
         r.mask_ids = <int64_t>o["ids"][1] - 1
         r.cap_tables = o["tables"][1]
+        r.mask_inactive = <int64_t>o["inactive"][1] - 1
         r.mask_heads = <int64_t>o["heads"][1] - 1
         r.cap_events = o["events"][1]
         r.cap_event_blocks = o["event_blocks"][1]
@@ -342,15 +347,14 @@ cdef class RankState:
         # The top of the stack is handed out first: block 0.
         for i in range(blocks):
             r.free_stack[i] = <int32_t>(blocks - 1 - i)
-            r.blocks[i].prev = NO_BLOCK
-            r.blocks[i].next = NO_BLOCK
+            r.blocks[i].place = NO_BLOCK
             r.blocks[i].link = NO_BLOCK
             r.blocks[i].follow = NO_BLOCK
-        r.blocks[blocks].prev = <int32_t>blocks
-        r.blocks[blocks].next = <int32_t>blocks
         r.header.num_free = blocks
         for i in range(r.mask_heads + 1 if r.config.engine != RADIX else 0):
             r.heads[i] = NO_BLOCK
+        for i in range(r.mask_inactive + 1 if r.config.engine != RADIX else 0):
+            r.inactive[i] = NO_BLOCK
         host_reset(r)
         tiers_reset(r)
         r.header.waiting_head = NO_SLOT
@@ -838,15 +842,33 @@ cdef class RankState:
             memcpy(address(hashes), content.hashes, <size_t>content.num_hashes * sizeof(uint64_t))
         return hashes
 
+    def inactive_blocks(self):
+        """Ids of the inactive blocks, the next victim first."""
+        cdef header_t* h = self.r.header
+        cdef int64_t at
+        return np.array([
+            self.r.inactive[at & self.r.mask_inactive] for at in range(h.inactive_head, h.inactive_tail)
+            if self.r.inactive[at & self.r.mask_inactive] != NO_BLOCK
+        ], np.int32)
+
     def lookup(self, int32_t slot):
         """Leading blocks of a live request that are findable, in the order of its prompt."""
-        cdef int64_t cached = 0
-        cdef int64_t active = 0
-        prefix_cost(&self.r, slot, &cached, &active)
-        found = np.empty(cached, np.int32)
-        if cached > 0:
-            memcpy(address(found), self.r.found, <size_t>cached * sizeof(int32_t))
-        return found
+        cdef int64_t i
+        cdef int32_t b = NO_BLOCK
+        found = []
+        for i in range(self.r.requests[slot].hashed):
+            b = prefix_find(&self.r, b, self.r.contents[slot].hashes[i])
+            if b == NO_BLOCK:
+                break
+            found.append(b)
+        return np.array(found, np.int32)
+
+    def remembered(self, int32_t slot):
+        """(blocks, how many are in use) that the next lookup of a live request would not look up again."""
+        cdef int64_t i
+        if not lease_remembers(&self.r, slot):
+            return np.empty(0, np.int32), 0
+        return np.array([self.r.found[i] for i in range(self.r.num_found)], np.int32), self.r.found_active
 
     @property
     def num_signals(self):
@@ -924,6 +946,7 @@ cdef class RankState:
             "config": 1, "header": 1, "running": h.num_running, "requests": h.high_water,
             "handoffs": h.high_water, "ids": self.r.mask_ids + 1, "free_stack": h.num_free, "blocks": self.r.config.num_blocks,
             "copies": self.r.config.num_blocks if self.r.config.caching else 1, "heads": self.r.mask_heads + 1,
+            "inactive": self.r.mask_inactive + 1,
             "tables": h.table_used, "events": h.num_events, "event_blocks": h.num_event_blocks,
             "radix": 0, "leases": 0, "nodes": 0, "runs": 0, "node_index": 0, "evict_heap": 0,
         }
@@ -948,17 +971,14 @@ cdef class RankState:
             used.update({
                 "radix": 1, "leases": h.high_water, "nodes": self.r.radix.num_nodes, "runs": self.r.radix.runs_used,
                 "node_index": self.r.mask_nodes + 1, "evict_heap": self.r.radix.heap_size, "free_stack": 0, "blocks": 0,
-                "copies": 0, "heads": 0, "tables": 0,
+                "inactive": 0, "copies": 0, "heads": 0, "tables": 0,
             })
         return used
 
     def view(self, name, writable=False):
         """Rows in use of one section, no copy. Read-only unless a test asks otherwise."""
         used = self._used()
-        if name == "sentinel":
-            array = self._section("blocks", layout.BLOCK, self.r.config.num_blocks + 1)[self.r.config.num_blocks:]
-        else:
-            array = self._section(name, _SECTIONS[name], used[name])
+        array = self._section(name, _SECTIONS[name], used[name])
         array.flags.writeable = writable
         return array
 
@@ -1107,7 +1127,7 @@ cdef class RankState:
         if self.r.config.engine == RADIX:
             names += ["radix", "leases", "nodes", "evict_heap", "runs"]
         else:
-            names += ["free_stack", "blocks", "sentinel", "tables"] + (["copies", "heads"] if self.r.config.caching else [])
+            names += ["free_stack", "inactive", "blocks", "tables"] + (["copies", "heads"] if self.r.config.caching else [])
         if self.r.config.host:
             names += [name for name in _HOST_SECTIONS if name != "host_index"]
         if self.r.config.tiers:
@@ -1122,8 +1142,7 @@ cdef class RankState:
 def _copy_rows(source, source_offsets, target, target_offsets, used):
     """Copy the rows in use of every section from one arena to another."""
     for name, dtype in _SECTIONS.items():
-        # The sentinel of the inactive list is the row after the last block.
-        count = (used[name] + (name == "blocks")) * dtype.itemsize
+        count = used[name] * dtype.itemsize
         if not count:
             continue
         start, where = source_offsets[name][0], target_offsets[name][0]

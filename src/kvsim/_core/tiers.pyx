@@ -406,10 +406,10 @@ cdef int32_t evict(rank_t* r, int64_t count, int64_t kept) noexcept nogil:
     `below` of its blocks tells whether the hash is gone with the block. One
     Removed event names those.
     """
-    cdef int32_t sentinel = <int32_t>r.config.num_blocks
+    cdef int64_t mask = r.mask_inactive
+    cdef int64_t at = r.header.inactive_head
     cdef int32_t job = job_open(r, OFFLOAD_JOB, count)
     cdef int32_t b
-    cdef int32_t after
     cdef int64_t i
     cdef bint gone
     cdef bint opened = False
@@ -420,14 +420,12 @@ cdef int32_t evict(rank_t* r, int64_t count, int64_t kept) noexcept nogil:
     r.header.num_inactive -= count
     r.tiers.num_quarantined += count
     r.found_of = NO_SLOT
-    b = r.blocks[sentinel].next
+    r.uses += 1
     while count > 0:
-        after = r.blocks[b].next
-        if r.blocks[b].refs != KEPT:
-            r.blocks[r.blocks[b].prev].next = after
-            r.blocks[after].prev = r.blocks[b].prev
-            r.blocks[b].prev = NO_BLOCK
-            r.blocks[b].next = NO_BLOCK
+        b = r.inactive[at & mask]
+        if b != NO_BLOCK and r.blocks[b].refs != KEPT:
+            r.inactive[at & mask] = NO_BLOCK
+            r.blocks[b].place = NO_BLOCK
             r.blocks[b].refs = 1
             gone = prefix_unregister(r, b)
             held = job_add(r, job, r.blocks[b].hash)
@@ -439,7 +437,10 @@ cdef int32_t evict(rank_t* r, int64_t count, int64_t kept) noexcept nogil:
                     opened = True
                 event_add(r, r.blocks[b].hash, 0, NO_SLOT, 0)
             count -= 1
-        b = after
+        at += 1
+    # Those that were passed over are the next victims; nothing else is left in front of `at`.
+    while r.header.inactive_head < at and r.inactive[r.header.inactive_head & mask] == NO_BLOCK:
+        r.header.inactive_head += 1
     for i in range(kept):
         if r.blocks[r.found[i]].refs == KEPT:
             r.blocks[r.found[i]].refs = 0

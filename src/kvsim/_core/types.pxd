@@ -276,6 +276,8 @@ cdef struct header_t:  # every scalar of the rank; one row
     int64_t num_event_blocks
     int64_t num_free              # blocks without content, on the stack
     int64_t num_inactive          # findable blocks without references
+    int64_t inactive_head         # places of the queue ever left, and ever taken: modulo its length
+    int64_t inactive_tail
     int64_t num_reserved          # free blocks promised inside a pass
     int64_t table_used            # bump pointer of the block-table heap
     int64_t running_blocks        # table entries of running requests
@@ -355,11 +357,11 @@ cdef struct handoff_t:  # the half of a handoff that a request is, by request ro
 cdef struct block_t:  # 32 bytes
     uint64_t hash
     int32_t refs
-    int32_t prev                  # inactive list, oldest first
-    int32_t next
+    int32_t place                 # in `inactive`, NO_BLOCK: not there
     int32_t link                  # block before it in its prompt; ROOTED: next in its chain; NEWER: the oldest copy, once
     int32_t follow                # block behind it in a prompt, found through it
     int32_t hashed                # block_flag, 0: not findable
+    int32_t unused
 
 cdef struct copy_t:  # 8 bytes: ring of the copies of one hash, from older to newer; zero where there is but one
     int32_t prev
@@ -780,8 +782,9 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int32_t* running
     int32_t* ids                  # id -> row, linear probing
     int32_t* tables               # heap of block tables
-    block_t* blocks               # num_blocks rows and a sentinel: the ends of the inactive list
+    block_t* blocks
     int32_t* free_stack
+    int32_t* inactive             # findable blocks without references, the next victim first; with gaps
     copy_t* copies                # by block
     int32_t* heads                # hash -> chain of blocks that are not found through another
     event_t* events
@@ -827,6 +830,7 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int64_t cap_requests
     int64_t mask_ids
     int64_t cap_tables
+    int64_t mask_inactive
     int64_t mask_heads
     int64_t cap_events
     int64_t cap_event_blocks
@@ -840,9 +844,13 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int32_t* burst                # scratch: tokens each of them emits
     int32_t* terminal             # scratch: rows that end without a token
     int32_t* retracted            # scratch: rows that were retracted
-    int32_t* found                # scratch: findable leading blocks of request row `found_of`
+    int32_t* found                # scratch: findable leading blocks of request row `found_of`, see lease_find
     int64_t num_found
-    int32_t found_of              # NO_SLOT: the index has changed since
+    int64_t found_active          # how many of them are in use
+    int64_t found_first           # place in the queue of the first that would be evicted, before it is taken modulo
+    int64_t found_uses            # `uses` then
+    int64_t uses                  # grows whenever blocks are held or dropped
+    int32_t found_of
     int64_t num_signals
     int64_t num_rejected
     int64_t num_admissions
