@@ -26,7 +26,6 @@ from kvsim.contract import (
 )
 from kvsim.errors import CommandError
 from kvsim.offload import SharedLink
-from kvsim.offload.tiers import tiers_attached
 from kvsim.rank import SchedulerRank
 from model.paged import PagedModel
 from tier_bench import Bench
@@ -67,7 +66,7 @@ def test_transfers_share_their_link(starts: list[float], ends: list[float]) -> N
 @FACES
 def test_a12_a15_tiers_are_attached_and_idle(face: str) -> None:
     bench = Bench(face, {"num_g2_blocks": 8}, kv_cache_bytes_per_token=131_072)
-    assert tiers_attached(bench.config)
+    assert bench.config.tiers_attached is not None
     assert bench.deadline is None
     assert len(bench.tick(100.0).kv_events) == 0
     assert bench.deadline is None
@@ -84,7 +83,7 @@ def test_a12_a15_tiers_are_attached_and_idle(face: str) -> None:
 @pytest.mark.parametrize("face", [PagedModel, SchedulerRank])
 def test_a13_a14_a16_a17_without_blocks_or_bytes_there_are_no_tiers(face: Any, fields: dict[str, Any]) -> None:
     config = EngineConfig(num_gpu_blocks=2, block_size=4, **fields)
-    assert not tiers_attached(config)
+    assert config.tiers_attached is None
     rank = face(RankIdentity(), config)
     assert rank.next_internal_deadline_ms() is None
     assert rank.is_drained()

@@ -456,6 +456,13 @@ HOST = np.dtype(
         ("blocks_used", "<i8"),  # bump pointer of the heap of transfer blocks
         ("num_events", "<i8"),  # observations not drained
         ("num_event_blocks", "<i8"),
+        ("stored_blocks", "<i8"),  # blocks that completed stores have brought
+        ("loaded_blocks", "<i8"),  # and completed loads
+        ("evicted_blocks", "<i8"),
+        ("device_hit_tokens", "<i8"),  # of either design: reused by first admissions, from the device
+        ("lower_hit_tokens", "<i8"),  # and from below
+        ("load_wait_ms", "<f8"),  # summed over requests: from the decision to load to the end of the load
+        ("fence_wait_ms", "<f8"),  # summed over passes: that the computation waited for stores
         ("store_tail_ms", "<f8"),  # when the last transfer of each lane ends
         ("load_tail_ms", "<f8"),
         ("lru_head", "<i4"),  # next victim
@@ -573,6 +580,9 @@ TIERS = np.dtype(
         ("num_running", "<i8", (NUM_TIERS,)),  # batches on the links towards each tier, until their end was settled
         ("num_quarantined", "<i8"),  # device blocks that offloads hold
         ("moved", "<i8", (NUM_LINKS,)),  # blocks carried by each link so far
+        ("evicted", "<i8", (NUM_TIERS,)),  # blocks that left each tier for others
+        ("parked_ms", "<f8"),  # summed over requests: from parking until its end was seen
+        ("seen_ms", "<f8"),  # until when that is counted
         ("clock_ms", "<f8"),  # latest time that was looked at; nothing starts before it
         ("ended_ms", "<f8"),  # first end that was not settled yet, infinity: none
         ("link_ms", "<f8", (NUM_LINKS,)),  # until when progress is accounted for

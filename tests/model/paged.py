@@ -37,7 +37,6 @@ from kvsim.contract import (
     id_to_int,
 )
 from kvsim.errors import CommandError
-from kvsim.offload.tiers import tiers_attached
 from model.handoff import HandoffRank, Handoffs
 from model.hashing import ChaCha12, chain, lineage_hash, local_hash, synthetic_token
 from model.host import LOAD, STORE, HostTier, Transfer
@@ -212,7 +211,7 @@ class PagedModel(HandoffRank):
         #: what each unfinished store brings: (index in the prompt, block as announced, parent's hash)
         self.store_blocks: dict[int, list[tuple[int, StoredBlock, int | None]]] = {}
         #: tiers that take what is evicted
-        self.tiers = Tiers(config, self.pool.free_quarantined, self._announce_host) if tiers_attached(config) else None
+        self.tiers = Tiers(config, self.pool.free_quarantined, self._announce_host) if config.tiers_attached else None
         #: requests whose blocks come back, in the order in which they began
         self.parked: list[Parked] = []
         #: block hash -> (block as announced, parent's hash), of every block that was ever findable

@@ -976,6 +976,7 @@ cdef int paged_schedule(rank_t* r, double now_ms) noexcept nogil:
                 p.emitted = 1
             p.end_ms = stall_end(r, now_ms)
             return PASS_OK
+        r.host.fence_wait_ms += p.not_before_ms - now_ms
         now_ms = p.not_before_ms
     p.end_ms = (now_ms + p.prefill_ms) + p.decode_ms
     return PASS_OK

@@ -181,6 +181,7 @@ cdef void make_room_in(rank_t* d, int32_t tier, int64_t need) noexcept nogil:
     while d.config.tier_blocks[tier] - d.tiers.num_entries[tier] < need:
         row = d.tiers.lru_head[tier]
         hash = d.tier_entries[row].hash
+        d.tiers.evicted[tier] += 1
         lru_unlink(d, row)
         entry_close(d, row)
         if tier == G2 and d.config.emit_events:
@@ -864,8 +865,16 @@ cdef void unpark(rank_t* r, int32_t slot) noexcept nogil:
     r.header.num_asleep -= 1
 
 
+cdef inline void count_parked(rank_t* r, double now_ms) noexcept nogil:
+    """Account for the time that requests are parked."""
+    if now_ms > r.tiers.seen_ms:
+        r.tiers.parked_ms += r.header.num_connector * (now_ms - r.tiers.seen_ms)
+        r.tiers.seen_ms = now_ms
+
+
 cdef void tiers_drop(rank_t* r, int32_t slot) noexcept nogil:
     """A parked request leaves for good; what its swap has pinned stays until the transfer under way ends."""
+    count_parked(r, r.command_ms)
     r.tier_jobs[r.offloads[slot].load].slot = NO_SLOT
     unpark(r, slot)
 
@@ -948,6 +957,7 @@ cdef void tiers_tick(rank_t* r, double now_ms) noexcept nogil:
     cdef int32_t own
     cdef int32_t shared
     r.command_ms = now_ms
+    count_parked(r, now_ms)
     if r.header.num_transfers == 0:
         return
     active = pool_active(r)

@@ -380,6 +380,13 @@ cdef struct host_t:  # host tier: its scalars; one row
     int64_t blocks_used           # bump pointer of the heap of transfer blocks
     int64_t num_events            # observations not drained
     int64_t num_event_blocks
+    int64_t stored_blocks         # blocks that completed stores have brought
+    int64_t loaded_blocks         # and completed loads
+    int64_t evicted_blocks
+    int64_t device_hit_tokens     # of either design: reused by first admissions, from the device
+    int64_t lower_hit_tokens      # and from below
+    double load_wait_ms           # summed over requests: from the decision to load to the end of the load
+    double fence_wait_ms          # summed over passes: that the computation waited for stores
     double store_tail_ms          # when the last transfer of each lane ends
     double load_tail_ms
     int32_t lru_head              # next victim
@@ -469,6 +476,9 @@ cdef struct tiers_t:  # KVBM tiers: their scalars; one row
     int64_t num_running[NUM_TIERS]    # batches on the links towards each tier, until their end was settled
     int64_t num_quarantined       # device blocks that offloads hold
     int64_t moved[NUM_LINKS]      # blocks carried by each link so far
+    int64_t evicted[NUM_TIERS]    # blocks that left each tier for others
+    double parked_ms              # summed over requests: from parking until its end was seen
+    double seen_ms                # until when that is counted
     double clock_ms               # latest time that was looked at; nothing starts before it
     double ended_ms               # first end that was not settled yet, infinity: none
     double link_ms[NUM_LINKS]     # until when progress is accounted for

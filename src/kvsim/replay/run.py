@@ -24,6 +24,8 @@ from kvsim.contract import HostOffloadEvent, RankIdentity
 from kvsim.errors import ConfigError
 from kvsim.layout import Pool, RequestStatus
 from kvsim.offload.observer import offload_events
+from kvsim.offload.tiers import has_tiers
+from kvsim.offload.totals import TransferTotals
 from kvsim.placement import KvRouterConfig, PlacedRequests, Placement, PoolInfo, RoundRobin, get_placement
 from kvsim.policies import Policy
 from kvsim.rank import SchedulerRank, content_tokens
@@ -349,6 +351,7 @@ class Run:
             prefill_gpus_per_worker=front.dp_size if self._disaggregated else 0,
             decode_gpus_per_worker=back.dp_size,
             tokenized=self._tokenization is not None,
+            transfers=self._transfers(),
         )
         return ReplayResult(
             self.records,
@@ -370,6 +373,18 @@ class Run:
             dp_size=back.dp_size,
             prefill_dp_size=front.dp_size,
         )
+
+    def _transfers(self) -> TransferTotals | None:
+        """What lower KV tiers of all workers did, also of those that are gone; None if nobody has any."""
+        if not any(map(has_tiers, self.configs.values())):
+            return None
+        totals = TransferTotals()
+        for pool in self._pools:
+            if pool.transfers is not None:
+                totals.merge(pool.transfers)
+            for rank in pool.ranks.values():
+                totals.add(rank)
+        return totals
 
     def kv_events(self, worker: int = 0) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """KV events of a worker up to the end of the run: (layout.EVENT, layout.EVENT_BLOCK) rows."""
