@@ -790,6 +790,7 @@ cdef class Fleet:
         cdef int64_t slot
         cdef int64_t count
         cdef int64_t weight
+        cdef int64_t first
         cdef double before
         cdef const track_t* t
         for slot in range(min(self.ranks[rank].header.high_water, self.track_caps[rank])):
@@ -1405,7 +1406,7 @@ cdef class Fleet:
                 return -INFINITY
             if self.heap_count > 0 and self.workers[self.heap[0]].busy_until < next_ms:
                 next_ms = self.workers[self.heap[0]].busy_until
-            if self.has_host:
+            if self.has_offload:
                 next_ms = min(next_ms, self.next_deadline())
         return next_ms
 
