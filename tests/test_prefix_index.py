@@ -1,4 +1,4 @@
-"""The index of findable blocks and the queue of inactive ones (spec/kv-cache.md sections 2 and 3), where they are wide."""
+"""The index of findable blocks and the queue of inactive ones, where they are wide (spec/kv-cache.md sections 2, 3)."""
 
 from __future__ import annotations
 
