@@ -218,7 +218,7 @@ cdef class RankState:
         if config["tiers"][0]:
             entries = power_of_two(min(int(config["tier_blocks"][0][0]), 1024))
             sizes.update({
-                "tier_entries": entries, "tier_index": 2 * entries, "tier_jobs": 64, "tier_blocks": 1024, "offloads": 64,
+                "tier_entries": entries, "tier_index": 2 * entries, "tier_jobs": 64, "tier_blocks": 1024, "offloads": requests,
                 "origins": blocks if config["emit_events"][0] else 1,
             })
         self.arena = np.zeros(self._plan(sizes), np.uint8)
