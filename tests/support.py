@@ -40,7 +40,7 @@ from kvsim.contract import (
     id_to_int,
 )
 from kvsim.errors import CommandError
-from kvsim.layout import HandoffRole
+from kvsim.layout import HandoffRole, Tier, TierJob, TierLink, TierState
 from kvsim.rank import KvEvents, SchedulerRank
 from model.paged import PagedModel
 from model.sglang import SglangModel
@@ -104,6 +104,73 @@ def paged_state(rank: SchedulerRank) -> dict[str, Any]:
             for request_id in parked_ids(rank, HandoffRole.DESTINATION_HELD)
         },
         **({} if rank.config.native_host_offload is None else host_state(rank)),
+        **({} if rank.config.tiers_attached is None else tier_state(rank)),
+    }
+
+
+def tier_state(rank: SchedulerRank) -> dict[str, Any]:
+    """What `PagedModel.state()` says of the KVBM tiers."""
+    state = rank._state
+    tiers, entries, jobs, blocks = (state.view(name) for name in ("tiers", "tier_entries", "tier_jobs", "tier_blocks"))
+    own, requests, config = tiers[0], rank.requests, rank.config.kvbm_tiers
+    assert config is not None
+
+    def chained(head: int) -> list[int]:
+        found, row = [], head
+        while row >= 0:
+            found.append(row)
+            row = int(jobs[row]["next"])
+        return found
+
+    def keys(row: int, first: int = 0) -> list[int]:
+        start = int(jobs[row]["first"])
+        return [int(block["hash"]) for block in blocks[start + first : start + int(jobs[row]["count"])]]
+
+    def store(tier: Tier) -> dict[str, Any]:
+        mine = entries[entries["tier"] == tier]
+        lru, row = [], int(own["lru_head"][tier])
+        while row >= 0:
+            lru.append(int(entries[row]["hash"]))
+            row = int(entries[row]["next"])
+        return {
+            "resident": sorted(mine["hash"][mine["state"] == TierState.RESIDENT].tolist()),
+            "pending": sorted(mine["hash"][mine["state"] != TierState.RESIDENT].tolist()),
+            "pins": sorted((int(e["hash"]), int(e["pins"])) for e in mine if e["pins"]),
+            "lru": lru,
+        }
+
+    def id_of(slot: int) -> int:
+        return int(requests[slot]["id_hi"]) << 64 | int(requests[slot]["id_lo"])
+
+    ended = chained(int(own["ended_head"]))
+    swaps = sorted(np.flatnonzero(jobs["kind"] == TierJob.SWAP).tolist(), key=lambda row: int(jobs[row]["id"]))
+    owners = [slot for slot in range(len(requests)) if requests[slot]["status"] and state.depends(slot)]
+    return {
+        "tiers": {
+            "g2": store(Tier.G2),
+            "g3": store(Tier.G3) if config.num_g3_blocks else None,
+            "g4": store(Tier.G4) if config.g4_storage else None,
+            "offloads": int(own["num_offloads"]),
+            "queued": {
+                name: [keys(row) for row in chained(int(own["wait_head"][tier]))]
+                for name, tier in (("g1_to_g2", Tier.G2), ("g2_to_g3", Tier.G3), ("g2_to_g4", Tier.G4))
+            },
+            "on_links": [
+                len(chained(int(own["link_head"][link]))) + sum(jobs[row]["link"] == link for row in ended)
+                for link in TierLink
+            ],
+        },
+        "parked": [
+            (
+                None if jobs[row]["slot"] < 0 else id_of(int(jobs[row]["slot"])),
+                int(jobs[row]["prefix"]),
+                keys(row, int(jobs[row]["prefix"])),
+                False,
+            )
+            for row in swaps
+        ],
+        "quarantined": int(own["num_quarantined"]),
+        "dependent": sorted(id_of(slot) for slot in owners),
     }
 
 
@@ -789,3 +856,58 @@ class Engine:
     @property
     def inactive(self) -> int:
         return self.rank.metrics().inactive_blocks
+
+
+class RouterIndex:
+    """What a router makes of a stream of KV events; any inconsistency is an error."""
+
+    def __init__(self) -> None:
+        self.present: set[int] = set()
+        self.next_id = 0
+        self.stores = 0
+        self.removals = 0
+
+    def replay(self, events: Iterable[Any]) -> None:
+        for event in events:
+            assert event.event_id == self.next_id, f"event {event.event_id} where {self.next_id} was due"
+            self.next_id += 1
+            if isinstance(event.data, Stored):
+                self._store(event.data)
+            else:
+                for block in event.data.block_hashes:
+                    assert block in self.present, f"removed block {block} is not present"
+                    self.present.remove(block)
+                    self.removals += 1
+
+    def _store(self, data: Stored) -> None:
+        assert data.blocks, "an event without blocks"
+        parent = data.parent_hash
+        assert parent is None or parent in self.present, f"parent {parent} is not present"
+        for block in data.blocks:
+            assert block.block_hash not in self.present, f"block {block.block_hash} is stored twice"
+            self.present.add(block.block_hash)
+            self.stores += 1
+
+
+class TierIndex(RouterIndex):
+    """A router index per tier; ids count over both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host: set[int] = set()
+
+    def replay(self, events: Any) -> None:
+        for event in events:
+            if event.storage_tier == "device":
+                super().replay([event])
+                continue
+            assert event.event_id == self.next_id
+            self.next_id += 1
+            if hasattr(event.data, "blocks"):
+                new = [block.block_hash for block in event.data.blocks]
+                assert len(set(new)) == len(new)
+                assert self.host.isdisjoint(new)
+                self.host.update(new)
+            else:
+                assert self.host.issuperset(event.data.block_hashes)
+                self.host.difference_update(event.data.block_hashes)

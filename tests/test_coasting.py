@@ -70,7 +70,9 @@ def paged(rng: random.Random) -> EngineConfig:
     drafts = rng.choice([None, None, None, None, 2])
     host = None
     if backend == "vllm" and ruleset == "dynamo" and caching and rng.random() < 0.25:
-        host = NativeHostOffload(num_host_blocks=rng.choice([8, 100, 1000]), d2h_bandwidth_gbps=0.01, h2d_bandwidth_gbps=0.02)
+        host = NativeHostOffload(
+            num_host_blocks=rng.choice([8, 100, 1000]), d2h_bandwidth_gbps=0.01, h2d_bandwidth_gbps=0.02
+        )
     return EngineConfig(
         backend=backend,
         ruleset=ruleset,
@@ -135,9 +137,7 @@ def left_behind(items: list[dict[str, Any]], options: dict[str, Any], *, coast: 
     left = everything(run)
     left["handoffs"] = None if run.handoffs is None else run.handoffs.tobytes()
     left["offload"] = [list(run.offload_events(worker)) for worker in range(len(run.ranks))]
-    left["events"] = [
-        [rows.tobytes() for rows in rank._state.drain_events()] for rank in run.ranks
-    ]
+    left["events"] = [[rows.tobytes() for rows in rank._state.drain_events()] for rank in run.ranks]
     return left
 
 
@@ -171,6 +171,20 @@ def test_coasting_changes_nothing(engine: Any) -> None:
         same_either_way(items, options_of(rng, engine(rng)), seed)
 
 
+def side(rng: random.Random, config: EngineConfig) -> PoolSpec:
+    return PoolSpec(config, workers=rng.choice([1, 2]), dp_size=rng.choice([1, 1, 2]))
+
+
+def test_whoever_succeeds_at_this_instant_is_not_overtaken() -> None:
+    """A request that ends in a pass without duration makes room for one that enters behind the next pass, not later."""
+    config = EngineConfig(
+        backend="sglang", num_gpu_blocks=300, block_size=4, timing_model=FixedTiming(prefill_ms=0, decode_ms=2.5)
+    )
+    items = [{"arrival_time_ms": 0.0, "input_tokens": 8, "output_tokens": n} for n in (100, 100, 6, 1, 9, 1, 7, 50)]
+    for concurrency in (2, 3, 4):
+        same_either_way(items, {"config": config, "concurrency": concurrency}, concurrency)
+
+
 @pytest.mark.parametrize("engine", [paged, radix])
 def test_coasting_changes_nothing_in_systems(engine: Any) -> None:
     """Sessions of placements, handoffs between pools, samples of a run: whatever Python leads."""
@@ -181,10 +195,10 @@ def test_coasting_changes_nothing_in_systems(engine: Any) -> None:
         options = options_of(rng, config)
         if rng.random() < 0.5:
             config = config.replace(ruleset="dynamo")
-            side = lambda: PoolSpec(config, workers=rng.choice([1, 2]), dp_size=rng.choice([1, 1, 2]))  # noqa: E731
             for name in ("config", "workers", "dp_size", "capture_kv_events"):
                 options.pop(name)
-            options |= {"prefill": side(), "decode": side(), "handoff_latency_ms": rng.choice([0.0, 7.0])}
+            options |= {"prefill": side(rng, config), "decode": side(rng, config)}
+            options["handoff_latency_ms"] = rng.choice([0.0, 7.0])
         else:
             options["placement"] = rng.choice(["kv_router", "round_robin"])
         if rng.random() < 0.5:

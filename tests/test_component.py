@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvsim.config import EngineConfig, FixedTiming, SglangConfig
+from kvsim.config import EngineConfig, FixedTiming, KvbmTiers, SglangConfig
 from kvsim.contract import (
     ActivateDestination,
     Applied,
@@ -354,6 +354,42 @@ def test_b16_a_pending_destination_keeps_a_marked_worker() -> None:
     assert component.workers.worker_count == 0
     assert component.ready | component.deferred == set()
     assert component.groups == component.ranks == [None]
+
+
+def test_b17_transfers_go_on_while_a_worker_is_busy_and_let_no_destination_in() -> None:
+    config = EngineConfig(
+        ruleset="dynamo-1.3",
+        num_gpu_blocks=1,
+        block_size=4,
+        max_num_batched_tokens=16,
+        max_num_seqs=1,
+        emit_kv_events=True,
+        kv_cache_bytes_per_token=5_000_000,
+        kvbm_tiers=KvbmTiers(num_g2_blocks=4, g1_to_g2_gbps=1.0),
+    )
+    driven = Driven(config, role="decode", timing=TimingL())
+    component = driven.component
+    driven.send(0, 1, 4)
+    effects = driven.drive(0.0)
+    assert {event.storage_tier for event in effects.pass_start_events} == {"device"}
+    (completion,) = effects.scheduled
+    rank = component.ranks[0]
+    assert rank is not None
+    # As if it were idle: the first destination is tried when the command comes.
+    flying, rank.flying = rank.flying, None
+    assert not component.apply_command(0, ReserveDestination(102, Request(103, [2] * 4, 1)), 0.0).lifecycle_events
+    assert component.next_offload_deadline_ms() == pytest.approx(20.0, abs=0.01)
+    rank.flying = flying
+    due = component.next_offload_deadline_ms()
+    assert due == pytest.approx(20.0, abs=0.01)
+    ((rank_id, shown),) = component.tick_offload(due)
+    assert rank_id == 0
+    assert not shown.lifecycle_events
+    assert [event.storage_tier for event in shown.kv_events] == ["host_pinned"]
+    delivered = component.on_scheduled_completion(completion)
+    assert [(type(event), event.handoff_id, event.request_id) for event in delivered.lifecycle_events] == [
+        (DestinationReserved, 102, 103)
+    ]
 
 
 @pytest.mark.parametrize("backend", ["vllm", "sglang", "trtllm"])

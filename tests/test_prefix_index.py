@@ -1,12 +1,12 @@
-"""The index of findable blocks and the queue of inactive ones (spec/kv-cache.md sections 2 and 3), where they are wide."""
+"""The index of findable blocks and the queue of inactive ones, where they are wide (spec/kv-cache.md sections 2, 3)."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from support import Engine, inactive_blocks
 
 from kvsim.layout import BlockFlag
+from support import Engine, inactive_blocks
 
 SIZE = 4
 
@@ -95,13 +95,13 @@ def test_what_is_behind_a_block_is_found_behind_its_copy_when_the_block_has_gone
 def test_the_queue_of_inactive_blocks_keeps_its_order_when_its_gaps_are_squeezed_out() -> None:
     rank = engine(8)
     for request_id in range(3):
-        cached(rank, request_id, own(request_id) + [7])
+        cached(rank, request_id, [*own(request_id), 7])
     state = rank.rank._state
     squeezed = 0
     for request_id in range(3, 60):
         before, tail = inactive_blocks(rank.rank), int(state.view("header")["inactive_tail"][0])
         # The last one is hit again and again; the others stay where they are.
-        assert cached(rank, request_id, own(2) + [7]) == SIZE
+        assert cached(rank, request_id, [*own(2), 7]) == SIZE
         assert inactive_blocks(rank.rank) == before
         squeezed += int(state.view("header")["inactive_tail"][0]) <= tail
     assert squeezed > 1

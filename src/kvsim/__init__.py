@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         EngineConfig,
         ExternalTiming,
         FixedTiming,
+        KvbmTiers,
         NativeHostOffload,
         NpzTiming,
         PolynomialTiming,
@@ -88,6 +89,7 @@ __all__ = [
     "InternalWorkDueError",
     "KvRouter",
     "KvRouterConfig",
+    "KvbmTiers",
     "KvsimError",
     "LiveScheduler",
     "NativeHostOffload",
@@ -141,7 +143,7 @@ __all__ = [
 _HOMES = {
     "branches": "BranchResult branch",
     "config": (
-        "EngineConfig ExternalTiming FixedTiming NativeHostOffload NpzTiming PolynomialTiming SglangConfig "
+        "EngineConfig ExternalTiming FixedTiming KvbmTiers NativeHostOffload NpzTiming PolynomialTiming SglangConfig "
         "TrtllmConfig load_config parse_config"
     ),
     "contract": (

@@ -24,6 +24,7 @@ __all__ = [
     "EngineConfig",
     "ExternalTiming",
     "FixedTiming",
+    "KvbmTiers",
     "NativeHostOffload",
     "NpzTiming",
     "PolynomialTiming",
@@ -160,6 +161,61 @@ class NativeHostOffload(_Strict, frozen=True):
         _number(self, "h2d_bandwidth_gbps", at=at)
 
 
+#: Blocks of a transfer, and transfers at a time, when none are given (host-offload.md section 7).
+_DEFAULT_OFFLOAD_BATCH = 32
+
+
+class KvbmTiers(_Strict, frozen=True):
+    """KV tiers that take what the device evicts: G2 (host), G3 (disk), G4 (object store); spec/host-offload.md part B.
+
+    Parameters
+    ----------
+    num_g2_blocks : int
+        Capacity of G2 of each rank, > 0.
+    num_g3_blocks : int
+        Capacity of G3, which the workers of a pool share; 0: there is none.
+    g4_storage : bool
+        Whether there is an object store, shared and unbounded.
+    offload_batch_size : int
+        Blocks of a transfer on the way down, and how many such transfers run at a time; 0 is 32.
+    g1_to_g2_gbps, g2_to_g1_gbps, g2_to_g3_gbps, g3_to_g2_gbps, g2_to_g4_gbps, g4_to_g2_gbps : float
+        Decimal GB/s of each link, finite; 0 or less is unlimited.
+    """
+
+    num_g2_blocks: int
+    num_g3_blocks: int = 0
+    g4_storage: bool = False
+    offload_batch_size: int = _DEFAULT_OFFLOAD_BATCH
+    g1_to_g2_gbps: float = 14.0
+    g2_to_g1_gbps: float = 14.0
+    g2_to_g3_gbps: float = 7.0
+    g3_to_g2_gbps: float = 7.0
+    g2_to_g4_gbps: float = 4.0
+    g4_to_g2_gbps: float = 4.0
+
+    def __post_init__(self) -> None:
+        at = "kvbm_tiers."
+        _integer(self, "num_g2_blocks", 1, _MAX_U64, at=at)
+        _integer(self, "num_g3_blocks", 0, _MAX_U64, at=at)
+        _boolean(self, "g4_storage", at=at)
+        _integer(self, "offload_batch_size", 0, at=at)
+        if self.offload_batch_size == 0:
+            force_setattr(self, "offload_batch_size", _DEFAULT_OFFLOAD_BATCH)
+        for name in TIER_BANDWIDTHS:
+            _number(self, name, signed=True, at=at)
+
+
+#: Fields of `KvbmTiers` that are bandwidths, in the order of `kvsim.layout.TierLink`.
+TIER_BANDWIDTHS = (
+    "g1_to_g2_gbps",
+    "g2_to_g1_gbps",
+    "g2_to_g3_gbps",
+    "g3_to_g2_gbps",
+    "g2_to_g4_gbps",
+    "g4_to_g2_gbps",
+)
+
+
 class EngineConfig(_Strict, frozen=True):
     """Configuration of one scheduler rank.
 
@@ -199,8 +255,10 @@ class EngineConfig(_Strict, frozen=True):
     kv_transfer_bytes_per_token : int or None
         Bytes of KV moved per token in a handoff. `kv_bytes_per_token` is an input alias.
     kv_cache_bytes_per_token : int or None
-        Bytes of KV per token, for host offload.
+        Bytes of KV per token, for the lower tiers.
     native_host_offload : NativeHostOffload or None
+    kvbm_tiers : KvbmTiers or None
+        In place of `native_host_offload`; attached only with `kv_cache_bytes_per_token`, see `tiers_attached`.
     kv_transfer_bandwidth : float or None
         GB/s (1e9 bytes); 0 means "no transfer model".
     kv_transfer_timing_mode : {"full_prompt", "destination_missing"}
@@ -236,6 +294,7 @@ class EngineConfig(_Strict, frozen=True):
     kv_transfer_bytes_per_token: int | None = None
     kv_cache_bytes_per_token: int | None = None
     native_host_offload: NativeHostOffload | None = None
+    kvbm_tiers: KvbmTiers | None = None
     kv_transfer_bandwidth: float | None = None
     kv_transfer_timing_mode: Literal["full_prompt", "destination_missing"] = "full_prompt"
     timing_model: TimingSpec = msgspec.field(default_factory=PolynomialTiming)
@@ -271,6 +330,7 @@ class EngineConfig(_Strict, frozen=True):
         _integer(self, "kv_transfer_bytes_per_token", 1, _MAX_U64, optional=True)
         _integer(self, "kv_cache_bytes_per_token", 1, _MAX_U64, optional=True)
         self._check_offload()
+        self._check_tiers()
         _number(self, "kv_transfer_bandwidth", optional=True)
         _choice(self, "kv_transfer_timing_mode", ("full_prompt", "destination_missing"))
         if not isinstance(self.timing_model, (PolynomialTiming, FixedTiming, NpzTiming, ExternalTiming)):
@@ -341,6 +401,39 @@ class EngineConfig(_Strict, frozen=True):
                     f"native_host_offload.{field_name}", f"the time of a full transfer is not finite, got {gbps}"
                 )
 
+    def _check_tiers(self) -> None:
+        tiers = self.kvbm_tiers
+        if tiers is None:
+            return
+        if not isinstance(tiers, KvbmTiers):
+            raise ConfigError("kvbm_tiers", f"expected a KvbmTiers, got {tiers!r}")
+        if self.native_host_offload is not None:
+            raise ConfigError("kvbm_tiers", "native_host_offload is given too; they are alternatives")
+        for field_name, want in (("backend", "vllm"), ("enable_prefix_caching", True)):
+            value = getattr(self, field_name)
+            if value != want:
+                raise ConfigError(field_name, f"must be {want!r} with kvbm_tiers, got {value!r}")
+        if self.kv_cache_bytes_per_token is None:
+            return
+        block_bytes = self.tokens_per_block * self.kv_cache_bytes_per_token
+        for field_name in ("num_g2_blocks", "num_g3_blocks"):
+            blocks = getattr(tiers, field_name)
+            if block_bytes * max(blocks, self.num_gpu_blocks) > _MAX_U64:
+                raise ConfigError(
+                    f"kvbm_tiers.{field_name}",
+                    f"{field_name} * block_size * kv_cache_bytes_per_token overflows 64 bits, got {blocks}",
+                )
+        most = block_bytes * max(tiers.num_g2_blocks, self.num_gpu_blocks)
+        for field_name in TIER_BANDWIDTHS:
+            gbps = getattr(tiers, field_name)
+            if gbps > 0 and not (gbps * 1e6 > 0 and math.isfinite(most / (gbps * 1e6))):
+                raise ConfigError(f"kvbm_tiers.{field_name}", f"the time of a full transfer is not finite, got {gbps}")
+
+    @property
+    def tiers_attached(self) -> KvbmTiers | None:
+        """The KVBM tiers that a rank gets: `kvbm_tiers` if the size of a block is known, else None."""
+        return None if self.kv_cache_bytes_per_token is None else self.kvbm_tiers
+
     @property
     def tokens_per_block(self) -> int:
         """`block_size` as an int (it is always resolved after construction)."""
@@ -407,20 +500,20 @@ def _integer(owner: Any, name: str, low: int, high: int = _MAX_I32, *, optional:
         raise ConfigError(at + name, f"must lie in {low} <= {name} <= {high}, got {value}")
 
 
-def _number(owner: Any, name: str, *, optional: bool = False, at: str = "") -> None:
+def _number(owner: Any, name: str, *, optional: bool = False, signed: bool = False, at: str = "") -> None:
     value = getattr(owner, name)
     if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(at + name, f"expected a number, got {value!r}")
-    if not math.isfinite(value) or value < 0:
-        raise ConfigError(at + name, f"must be finite and >= 0, got {value}")
+    if not math.isfinite(value) or (value < 0 and not signed):
+        raise ConfigError(at + name, f"must be finite{'' if signed else ' and >= 0'}, got {value}")
 
 
-def _boolean(owner: Any, name: str) -> None:
+def _boolean(owner: Any, name: str, *, at: str = "") -> None:
     value = getattr(owner, name)
     if not isinstance(value, bool):
-        raise ConfigError(name, f"expected true or false, got {value!r}")
+        raise ConfigError(at + name, f"expected true or false, got {value!r}")
 
 
 def _choice(owner: Any, name: str, allowed: tuple[str, ...], *, at: str = "") -> None:

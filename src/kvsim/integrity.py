@@ -10,12 +10,16 @@ import numpy as np
 from kvsim.errors import IntegrityError
 from kvsim.layout import BlockFlag as _Flag
 from kvsim.layout import HandoffRole as _Role
+from kvsim.layout import Tier as _Tier
+from kvsim.layout import TierJob as _Job
+from kvsim.layout import TierLink as _Link
+from kvsim.layout import TierState as _State
 
 __all__ = ["check_rank"]
 
 _WAITING, _RUNNING, _PREEMPTED, _HELD_SOURCE, _PENDING_DESTINATION, _HELD_DESTINATION = 1, 2, 3, 4, 5, 6
 _HANDOFF, _ACTIVATED, _MATERIALISED = 8, 16, 32
-_CONNECTOR, _UNSTORED = 1, 2
+_CONNECTOR, _UNSTORED, _DEPENDENT, _PARKED = 1, 2, 4, 8
 _STORE, _LOAD = 1, 2
 _RADIX = 1
 _ROOT = 0
@@ -74,6 +78,8 @@ def check_rank(state: Any, locked: Sequence[int] = ()) -> None:
         _require(len(np.unique(owned)) == len(owned), f"request row {slot} lists a block twice")
         np.add.at(held, owned, 1)
         _check_request(row, slot, config)
+    if config["tiers"]:
+        np.add.at(held, _check_tiers(state, config, header, requests), 1)
     _require((held == blocks["refs"]).all(), "references differ from occurrences in block tables")
 
     _check_pool(state, config, header, blocks)
@@ -84,7 +90,7 @@ def check_rank(state: Any, locked: Sequence[int] = ()) -> None:
         _require(not blocks["hashed"].any(), "prefix caching is off but a block is findable")
     if config["host"]:
         _check_host(state, config, header, requests)
-    else:
+    elif not config["tiers"]:
         for name in ("num_connector", "num_asleep", "num_transfers"):
             _same(f"{name} without a host tier", header[name], 0)
 
@@ -146,11 +152,16 @@ def _check_queues(state: Any, config: Any, header: Any, requests: Any) -> None:
     prebuilt = _listed("prebuilt", header, requests)
     _require(config["engine"] == _RADIX or not prebuilt, "a paged rank has a list of prebuilt requests")
     connector = _listed("connector", state.view("host")[0], requests) if config["host"] else []
+    if config["tiers"]:
+        connector = _listed("parked", state.view("tiers")[0], requests)
     _same("num_connector", header["num_connector"], len(connector))
     queued = waiting + connector + prebuilt
     status, flags = requests["status"][queued], requests["flags"][queued]
     _require(np.isin(status, (_WAITING, _PREEMPTED)).all(), "a request in the waiting list is not waiting")
     _same("waiting requests", len(queued), np.isin(requests["status"], (_WAITING, _PREEMPTED)).sum())
+    if config["tiers"]:
+        # Parked requests are in no sum.
+        status, flags, queued = status[: len(waiting)], flags[: len(waiting)], waiting
     again = (status == _PREEMPTED) | ((flags & _ACTIVATED) != 0)
     for prefix, group, column in (("queued", ~again, "num_input"), ("requeued", again, "length")):
         lengths = requests[column][queued][group].astype(np.int64)
@@ -427,6 +438,166 @@ def _check_waiters(
             _same(f"{name}: computed tokens of a request that waits for transfers", request["computed"], 0)
         else:
             _same(f"{name}: a load of its own", (int(row["load"]), int(row["device_blocks"])), (-1, -1))
+
+
+# ---------------------------------------------------------------- KVBM tiers
+
+
+def _check_tiers(state: Any, config: Any, header: Any, requests: Any) -> list[int]:
+    """Blocks of each tier, jobs and what they hold, links, who is parked (spec/host-offload.md part B).
+
+    Returns the device blocks that jobs hold, one entry per reference.
+    """
+    tiers, entries, jobs, rows = (state.view(name) for name in ("tiers", "tier_entries", "tier_jobs", "tier_blocks"))
+    own = tiers[0]
+    deep_state = state.deep()
+    deep = {name: deep_state.view(name) for name in ("tiers", "tier_entries", "tier_jobs", "tier_blocks")}
+    low = deep["tiers"][0]
+    shared = deep_state is not state
+    owner = state.sharer
+    _check_tier_entries(state, config, own, entries)
+    if shared:
+        _check_tier_entries(deep_state, config, low, deep["tier_entries"])
+
+    ended: dict[int, list[int]] = {link: [] for link in _Link}
+    for table, heap, mine in ((own, jobs, slice(0, 2)), (low, deep["tier_jobs"], slice(2, None))):
+        unsettled = _chained("ended", int(table["ended_head"]), int(table["ended_tail"]), heap)
+        first = min((float(heap["ended_ms"][row]) for row in unsettled), default=np.inf)
+        _same("ended_ms", float(table["ended_ms"]), first)
+        for row in unsettled:
+            if heap["link"][row] in list(_Link)[mine]:
+                ended[int(heap["link"][row])].append(row)
+    links = {}
+    for link in _Link:
+        table, heap = (own, jobs) if link < _Link.G2_TO_G3 else (low, deep["tier_jobs"])
+        found = _chained(f"{link.name} link", int(table["link_head"][link]), int(table["link_tail"][link]), heap)
+        _require((heap["link"][found] == link).all(), f"a job on the link {link.name} does not know it")
+        _same(f"{link.name} has an end", bool(table["link_next_ms"][link] < np.inf), bool(found))
+        links[link] = found + ended[link]
+    _require(own["done_head"] == -1 and own["done_tail"] == -1, "a swap is over and was not shown")
+    waiting = {
+        tier: _chained(
+            f"batches for {tier.name}",
+            int(own["wait_head"][tier]),
+            int(own["wait_tail"][tier]),
+            jobs if tier is _Tier.G2 else deep["tier_jobs"],
+        )
+        for tier in _Tier
+    }
+    kinds, deep_kinds = jobs["kind"], deep["tier_jobs"]["kind"]
+    ours = deep["tier_jobs"]["rank"] == owner
+    offloads, swaps = (np.flatnonzero(kinds == kind).tolist() for kind in (_Job.OFFLOAD, _Job.SWAP))
+    batches = links[_Link.G1_TO_G2] + waiting[_Tier.G2]
+    stages = [row for link in (_Link.G3_TO_G2, _Link.G4_TO_G2) for row in links[link] if ours[row]]
+    copies = [row for link in (_Link.G2_TO_G3, _Link.G2_TO_G4) for row in links[link] if ours[row]]
+    copies += waiting[_Tier.G3] + waiting[_Tier.G4]
+    _same("num_offloads", own["num_offloads"], len(offloads))
+    for name, rows_of, _kind, among in (
+        ("batches", batches, _Job.BATCH, kinds == _Job.BATCH),
+        ("stages", stages, _Job.STAGE, (deep_kinds == _Job.STAGE) & ours),
+        ("copies", copies, _Job.COPY, (deep_kinds == _Job.COPY) & ours),
+    ):
+        _same(f"{name} on a link or waiting for it", sorted(rows_of), np.flatnonzero(among).tolist())
+    _same("swaps on the link", sorted(links[_Link.G2_TO_G1]), [row for row in swaps if jobs[row]["stages"] == 0])
+    for leaders, followers, heap in ((offloads, batches, jobs), (swaps, stages, deep["tier_jobs"])):
+        parents = heap["parent"][followers].tolist()
+        _require(all(jobs[row]["stages"] == parents.count(row) for row in leaders), "a job miscounts its parts")
+        _require(set(parents) <= set(leaders), "a part of a job has no whole")
+    for tier, link, most in (
+        (_Tier.G2, _Link.G1_TO_G2, config["offload_batch"]),
+        (_Tier.G3, _Link.G2_TO_G3, 1),
+        (_Tier.G4, _Link.G2_TO_G4, config["offload_batch"]),
+    ):
+        running = len(links[link]) if tier is _Tier.G2 else int(ours[links[link]].sum())
+        _same(f"batches on the link to {tier.name}", own["num_running"][tier], running)
+        _require(running <= most, f"{running} batches go to {tier.name} at a time")
+        _require(not waiting[tier] or running == most, f"a batch waits for {tier.name} without need")
+    total = len(batches) + len(swaps) + len(stages) + len(copies)
+    _same("num_transfers", header["num_transfers"], total)
+
+    def of(job: Any, heap: Any) -> Any:
+        return heap[job["first"] : job["first"] + job["count"]]
+
+    held: list[int] = []
+    pins = np.zeros(len(entries), np.int64)
+    filled: list[int] = []
+    for row in batches:
+        part = of(jobs[row], rows)
+        _require(1 <= len(part) <= config["offload_batch"], f"a batch has {len(part)} blocks")
+        _require((entries["hash"][part["entry"]] == part["hash"]).all(), "a batch names another block")
+        filled += part["entry"].tolist()
+        held += part["block"].tolist()
+    for row in offloads:
+        held += of(jobs[row], rows)["block"].tolist()
+    _same("num_quarantined", own["num_quarantined"], len(held))
+    for row in swaps:
+        part = of(jobs[row], rows)
+        brought = part["entry"][jobs[row]["prefix"] :]
+        _require((brought >= 0).all(), "a swap brings a block that G2 knows nothing of")
+        np.add.at(pins, brought[entries["state"][brought] == _State.RESIDENT], 1)
+        filled += brought[entries["state"][brought] == _State.ARRIVING].tolist()
+        held += part["block"].tolist()
+    for row in copies:
+        np.add.at(pins, of(deep["tier_jobs"][row], deep["tier_blocks"])["entry"], 1)
+    near = entries["tier"] == _Tier.G2
+    _require((entries["pins"][near] == pins[near]).all(), "pins of G2 differ from the jobs that read it")
+    arriving = np.flatnonzero(near & (entries["state"] != _State.RESIDENT))
+    _same("blocks on their way to G2", sorted(filled), arriving.tolist())
+    if not shared:
+        _check_below(deep, stages, copies)
+    _check_parked(state, own, requests, jobs, swaps)
+    return held
+
+
+def _check_below(deep: Any, stages: list[int], copies: list[int]) -> None:
+    """What lies in G3 and G4 is pinned by the stages that read it and on its way as long as a copy brings it."""
+    jobs, rows, entries = deep["tier_jobs"], deep["tier_blocks"], deep["tier_entries"]
+    pins, filled = np.zeros(len(entries), np.int64), []
+    for row in stages:
+        first = jobs[row]["first"]
+        np.add.at(pins, rows["below"][first : first + jobs[row]["count"]], 1)
+    for row in copies:
+        first = jobs[row]["first"]
+        filled += rows["below"][first : first + jobs[row]["count"]].tolist()
+    low = entries["tier"] > _Tier.G2
+    _require((entries["pins"][low] == pins[low]).all(), "pins of G3 and G4 differ from the stages that read them")
+    arriving = np.flatnonzero(low & (entries["state"] != _State.RESIDENT))
+    _same("blocks on their way to G3 and G4", sorted(filled), arriving.tolist())
+
+
+def _check_tier_entries(state: Any, config: Any, tiers: Any, entries: Any) -> None:
+    used = np.flatnonzero(entries["tier"] >= 0)
+    index = state.view("tier_index")
+    listed = index[index >= 0]
+    _require(len(listed) == len(used) and (np.sort(listed) == used).all(), "the tier index is not the blocks there")
+    for row in used.tolist():
+        if state.deep() is state or entries[row]["tier"] == _Tier.G2:
+            found = state.tier_find(int(entries[row]["tier"]), int(entries[row]["hash"]))
+            _same("block found in its tier", found, row)
+    for tier in _Tier:
+        mine = entries["tier"] == tier
+        _same(f"num_entries of {tier.name}", tiers["num_entries"][tier], mine.sum())
+        _require(mine.sum() <= config["tier_blocks"][tier], f"{mine.sum()} blocks in {tier.name}")
+        order = _chained(f"LRU of {tier.name}", int(tiers["lru_head"][tier]), int(tiers["lru_tail"][tier]), entries)
+        _same(f"num_evictable of {tier.name}", tiers["num_evictable"][tier], len(order))
+        free = mine & (entries["state"] == _State.RESIDENT) & (entries["pins"] == 0)
+        _same(f"blocks of {tier.name} that may be evicted", sorted(order), np.flatnonzero(free).tolist())
+
+
+def _check_parked(state: Any, tiers: Any, requests: Any, jobs: Any, swaps: list[int]) -> None:
+    parked = _listed("parked", tiers, requests)
+    loads = state.view("offloads")["load"]
+    _same("parked requests", sorted(parked), np.flatnonzero(requests["host"] & _PARKED).tolist())
+    _same("asleep", state.view("header")[0]["num_asleep"], len(parked))
+    _require(
+        (requests["status"][parked] == _WAITING).all(), "a parked request is not one that waits for the first time"
+    )
+    followed = sorted(int(jobs[row]["slot"]) for row in swaps if jobs[row]["slot"] >= 0)
+    _same("requests of swaps", followed, sorted(parked))
+    for slot in parked:
+        _require(loads[slot] in swaps and jobs[loads[slot]]["slot"] == slot, "a parked request has another swap")
+    for slot in np.flatnonzero(requests["status"]).tolist():
+        _require(slot in parked or loads[slot] == -1, f"request row {slot} has a swap and is not parked")
 
 
 # ---------------------------------------------------------------- radix engine

@@ -29,6 +29,7 @@ __all__ = [
     "OFFLOAD",
     "OFFLOAD_BLOCK",
     "OFFLOAD_EVENT",
+    "ORIGIN",
     "OUTPUT_RECORD",
     "PASS_RECORD",
     "PRESSURE",
@@ -42,6 +43,10 @@ __all__ = [
     "RUN",
     "SEGMENT",
     "SIGNAL",
+    "TIERS",
+    "TIER_BLOCK",
+    "TIER_ENTRY",
+    "TIER_JOB",
     "TRANSFER",
     "TRANSFER_BLOCK",
     "BlockFlag",
@@ -51,6 +56,10 @@ __all__ = [
     "Pool",
     "RequestStatus",
     "StorageTier",
+    "Tier",
+    "TierJob",
+    "TierLink",
+    "TierState",
 ]
 
 
@@ -98,6 +107,48 @@ class StorageTier(enum.IntEnum):
 
     DEVICE = 0
     HOST_PINNED = 1
+
+
+class Tier(enum.IntEnum):
+    """A KVBM tier below the device (spec/host-offload.md part B)."""
+
+    G2 = 0
+    G3 = 1
+    G4 = 2
+
+
+class TierLink(enum.IntEnum):
+    """A link between tiers: index into the columns of TIERS that are about links."""
+
+    G1_TO_G2 = 0
+    G2_TO_G1 = 1
+    G2_TO_G3 = 2
+    G3_TO_G2 = 3
+    G2_TO_G4 = 4
+    G4_TO_G2 = 5
+
+
+class TierState(enum.IntEnum):
+    """How far a block of a KVBM tier is."""
+
+    #: It has its room; its transfer waits for its turn or is on a link.
+    ARRIVING = 0
+    RESIDENT = 1
+
+
+class TierJob(enum.IntEnum):
+    """What a row of TIER_JOB is; 0 is an unused row."""
+
+    #: What one allocation evicted; its blocks are those that need no transfer.
+    OFFLOAD = 1
+    #: A part of an offload on its way from the device to G2.
+    BATCH = 2
+    #: Blocks on their way back to the device, for a parked request.
+    SWAP = 3
+    #: The part of a swap that lies in G3 or G4, on its way to G2.
+    STAGE = 4
+    #: Blocks of G2 that are copied on to G3 or G4.
+    COPY = 5
 
 
 class OffloadEventKind(enum.IntEnum):
@@ -198,6 +249,8 @@ REQUEST_RECORD = np.dtype(
 )
 
 TABLE_CLASSES = 32
+NUM_TIERS = 3
+NUM_LINKS = 6
 MAX_DRAFTS = 64
 
 # ---------------------------------------------------------------- the arena
@@ -243,10 +296,15 @@ CONFIG = np.dtype(
         ("legacy", "<i4"),  # radix: generation `dynamo-1.3`
         ("keeps_place", "<i4"),  # paged: an activated destination waits where it came, else at the end
         ("host", "<i4"),  # paged: finished prompt blocks are written through to host memory
+        ("offload", "<i4"),  # paged: there is some lower tier, of either design
+        ("tiers", "<i4"),  # paged: evicted blocks go to the KVBM tiers
         ("host_blocks", "<i8"),  # blocks that fit there
         ("block_bytes", "<u8"),  # bytes that a transfer moves per block
         ("store_rate", "<f8"),  # bytes per ms towards the host, 0: instantaneous
         ("load_rate", "<f8"),  # and back
+        ("tier_blocks", "<i8", (NUM_TIERS,)),  # blocks that fit into G2, G3 and G4, 0: there is no such tier
+        ("offload_batch", "<i8"),  # KVBM tiers: blocks of a transfer, and transfers at a time
+        ("link_rates", "<f8", (NUM_LINKS,)),  # by TierLink: bytes per ms, 0: instantaneous
         ("max_prefill", "<i8"),  # radix: computed prompt tokens per pass
         ("chunk", "<i8"),  # radix: chunk budget per pass
         ("clip", "<i8"),  # radix: output tokens reserved at most
@@ -295,7 +353,7 @@ HEADER = np.dtype(
         ("expected_squares", "<i8"),
         ("promised_blocks", "<i8"),  # TO_COMPLETION: blocks for outputs of held and materialised destinations
         ("reserve_attempts", "<i8"),
-        ("num_connector", "<i8"),  # requests that wait in the connector queue, not in `num_waiting` ...
+        ("num_connector", "<i8"),  # requests in the connector queue, or parked, not in `num_waiting` ...
         ("num_asleep", "<i8"),  # ... and those of them that wait for a transfer
         ("num_transfers", "<i8"),  # prepared or on a link
         ("duration_count", "<i8"),  # Welford over pass durations
@@ -398,6 +456,13 @@ HOST = np.dtype(
         ("blocks_used", "<i8"),  # bump pointer of the heap of transfer blocks
         ("num_events", "<i8"),  # observations not drained
         ("num_event_blocks", "<i8"),
+        ("stored_blocks", "<i8"),  # blocks that completed stores have brought
+        ("loaded_blocks", "<i8"),  # and completed loads
+        ("evicted_blocks", "<i8"),
+        ("device_hit_tokens", "<i8"),  # of either design: reused by first admissions, from the device
+        ("lower_hit_tokens", "<i8"),  # and from below
+        ("load_wait_ms", "<f8"),  # summed over requests: from the decision to load to the end of the load
+        ("fence_wait_ms", "<f8"),  # summed over passes: that the computation waited for stores
         ("store_tail_ms", "<f8"),  # when the last transfer of each lane ends
         ("load_tail_ms", "<f8"),
         ("lru_head", "<i4"),  # next victim
@@ -464,13 +529,13 @@ TRANSFER_BLOCK = np.dtype(
     ]
 )
 
-#: What the host tier knows of a live request, by request row.
+#: What the lower tiers know of a live request, by request row.
 OFFLOAD = np.dtype(
     [
         ("progress", "<i8"),  # connector queue: asleep as long as HOST.progress is this
         ("next_store", "<i4"),  # leading prompt blocks the host was asked to take, or has
         ("latest_store", "<i4"),  # row of its newest store, NO_SLOT: none under way
-        ("load", "<i4"),  # row of its load, NO_SLOT: none under way
+        ("load", "<i4"),  # row of its load (KVBM tiers: of its swap job), NO_SLOT: none under way
         ("device_blocks", "<i4"),  # leading blocks on the device when its load was decided; -1: no load
         ("looked", "<i8"),  # HOST.next_transfer when all prompt blocks were looked up last, -1: never
         ("absent_from", "<i4"),  # prompt blocks from this one on were not in the host then
@@ -498,6 +563,101 @@ OFFLOAD_BLOCK = np.dtype(
     [
         ("hash", "<u8"),
         ("index", "<i4"),  # position in the prompt
+        ("unused", "<i4"),
+    ]
+)
+
+#: Every scalar of the KVBM tiers, one row.
+TIERS = np.dtype(
+    [
+        ("next_job", "<i8"),  # id of the next job
+        ("entries_used", "<i8"),  # rows ever used
+        ("jobs_used", "<i8"),
+        ("blocks_used", "<i8"),  # bump pointer of the heap of job blocks
+        ("num_entries", "<i8", (NUM_TIERS,)),  # blocks that take room in each tier
+        ("num_evictable", "<i8", (NUM_TIERS,)),  # those that are resident and not pinned: those of the LRU list
+        ("num_offloads", "<i8"),  # those that are not over
+        ("num_running", "<i8", (NUM_TIERS,)),  # batches on the links towards each tier, until their end was settled
+        ("num_quarantined", "<i8"),  # device blocks that offloads hold
+        ("moved", "<i8", (NUM_LINKS,)),  # blocks carried by each link so far
+        ("evicted", "<i8", (NUM_TIERS,)),  # blocks that left each tier for others
+        ("parked_ms", "<f8"),  # summed over requests: from parking until its end was seen
+        ("seen_ms", "<f8"),  # until when that is counted
+        ("clock_ms", "<f8"),  # latest time that was looked at; nothing starts before it
+        ("ended_ms", "<f8"),  # first end that was not settled yet, infinity: none
+        ("link_ms", "<f8", (NUM_LINKS,)),  # until when progress is accounted for
+        ("link_next_ms", "<f8", (NUM_LINKS,)),  # when the next transfer of the link ends, infinity: none
+        ("link_head", "<i4", (NUM_LINKS,)),  # transfers, in order of their start
+        ("link_tail", "<i4", (NUM_LINKS,)),
+        ("lru_head", "<i4", (NUM_TIERS,)),  # next victim
+        ("lru_tail", "<i4", (NUM_TIERS,)),
+        ("wait_head", "<i4", (NUM_TIERS,)),  # batches that wait for their turn towards each tier
+        ("wait_tail", "<i4", (NUM_TIERS,)),
+        ("free_entry", "<i4"),  # heads of the lists of unused rows
+        ("free_job", "<i4"),
+        ("ended_head", "<i4"),  # transfers that have ended and were not settled
+        ("ended_tail", "<i4"),
+        ("done_head", "<i4"),  # swaps whose blocks have come, in order of parking; empty between calls
+        ("done_tail", "<i4"),
+        ("parked_head", "<i4"),  # parked requests, in order of parking
+        ("parked_tail", "<i4"),
+        ("span_free", "<i4", (TABLE_CLASSES,)),  # heads of the free spans of 2**k job blocks
+    ]
+)
+
+#: A block in a KVBM tier, 48 bytes.
+TIER_ENTRY = np.dtype(
+    [
+        ("hash", "<u8"),
+        ("tokens_hash", "<u8"),  # with KV events, else 0
+        ("parent_hash", "<u8"),
+        ("tier", "<i4"),  # Tier, -1: row not in use
+        ("state", "<i4"),  # TierState
+        ("pins", "<i4"),  # jobs that read it
+        ("flags", "<i4"),  # event_flag
+        ("prev", "<i4"),  # LRU list of its tier, oldest first
+        ("next", "<i4"),  # LRU list, or list of unused rows
+    ]
+)
+
+#: A transfer between KVBM tiers, or what leads several, 72 bytes.
+TIER_JOB = np.dtype(
+    [
+        ("id", "<i8"),
+        ("remaining", "<f8"),  # bytes left, while on a link
+        ("ended_ms", "<f8"),  # when it ended, until that is settled
+        ("first", "<i4"),  # span of the heap of job blocks, of 2**span_class rows
+        ("count", "<i4"),  # rows in use
+        ("kind", "<i4"),  # TierJob
+        ("link", "<i4"),  # TierLink, -1: on none
+        ("slot", "<i4"),  # swap: row of the request, NO_SLOT: it was cancelled
+        ("rank", "<i4"),  # stage and copy: number of the rank it belongs to
+        ("parent", "<i4"),  # batch: row of its offload; stage: of its swap
+        ("stages", "<i4"),  # offload, swap: its batches or stages that have not ended
+        ("prefix", "<i4"),  # swap: leading rows that are pinned blocks of the device
+        ("span_class", "<i4"),
+        ("prev", "<i4"),  # its link, or its waiting list
+        ("next", "<i4"),  # or list of unused rows
+    ]
+)
+
+#: A block of such a job.
+TIER_BLOCK = np.dtype(
+    [
+        ("hash", "<u8"),
+        ("entry", "<i4"),  # row of the block in G2; in a free span the next free span
+        ("below", "<i4"),  # row of the block in G3 or G4
+        ("block", "<i4"),  # device block that is read, written or pinned
+        ("unused", "<i4"),
+    ]
+)
+
+#: What KV events tell of a device block when it is announced below, by block.
+ORIGIN = np.dtype(
+    [
+        ("tokens_hash", "<u8"),
+        ("parent_hash", "<u8"),
+        ("flags", "<i4"),  # event_flag
         ("unused", "<i4"),
     ]
 )

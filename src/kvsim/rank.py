@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvsim import layout
 from kvsim._core import content as _content
 from kvsim._core.state import RankState
-from kvsim.config import EngineConfig
+from kvsim.config import TIER_BANDWIDTHS, EngineConfig
 from kvsim.contract import (
     ActivateDestination,
     Admission,
@@ -67,6 +67,8 @@ from kvsim.timing import TimingParameters, resolve_timing
 __all__ = ["RankSnapshot", "SchedulerRank", "StuckHead"]
 
 _MASK64 = (1 << 64) - 1
+#: Room that is made before requests come, at most.
+_MOST_EXPECTED = 512
 _MAX_TOKENS = 2**31 - 1
 _UNLIMITED = 2**62
 #: One decimal GB/s.
@@ -377,6 +379,20 @@ def _config_row(
             "store_rate": offload.d2h_bandwidth_gbps * _BYTES_PER_MS,
             "load_rate": offload.h2d_bandwidth_gbps * _BYTES_PER_MS,
         }
+    tiers = config.tiers_attached
+    if tiers is not None:
+        values |= {
+            "tiers": True,
+            "tier_blocks": (
+                min(tiers.num_g2_blocks, _MAX_TOKENS),
+                min(tiers.num_g3_blocks, _MAX_TOKENS),
+                _UNLIMITED if tiers.g4_storage else 0,
+            ),
+            "offload_batch": tiers.offload_batch_size,
+            "block_bytes": config.tokens_per_block * (config.kv_cache_bytes_per_token or 0),
+            "link_rates": tuple(max(0.0, getattr(tiers, name)) * _BYTES_PER_MS for name in TIER_BANDWIDTHS),
+        }
+    values["offload"] = offload is not None or tiers is not None
     for name, value in values.items():
         row[name] = value
     row["accept_rates"][0, : len(rates)] = rates
@@ -396,6 +412,8 @@ class SchedulerRank:
         Hooks around the transfers of `native_host_offload`.
     policy : Policy or str, optional
         Scheduling policy; the backend's own if omitted.
+    expected_requests : int
+        Live requests for which there is room from the start; more find room when they come, at the cost of a copy.
 
     Raises
     ------
@@ -414,12 +432,14 @@ class SchedulerRank:
         "_build_output",
         "_handoffs",
         "_host",
+        "_offload",
         "_params",
         "_poison",
         "_policy",
         "_radix",
         "_seed",
         "_state",
+        "_tiers",
         "_token_ids",
         "config",
         "identity",
@@ -434,8 +454,11 @@ class SchedulerRank:
         timing: Any = None,
         observer: HostOffloadObserver | None = None,
         policy: Policy | str | None = None,
+        expected_requests: int = 64,
     ) -> None:
         self._host = config.native_host_offload is not None
+        self._tiers = config.tiers_attached is not None
+        self._offload = self._host or self._tiers
         if self._host and identity.dp_size != 1:
             raise ConfigError("native_host_offload", f"needs dp_size 1, got {identity.dp_size}")
         self.identity = identity
@@ -454,6 +477,7 @@ class SchedulerRank:
             policy,
             self._params.model,
             self._params.profile,
+            min(expected_requests, _MOST_EXPECTED),
         )
         self._state.observed = self._host and observer is not None
         self._handoffs = RankHandoffs(self._state, config)
@@ -491,7 +515,7 @@ class SchedulerRank:
         if not math.isfinite(context.now_ms) or context.now_ms < 0:
             raise CommandError(f"now_ms: must be finite and >= 0, got {context.now_ms}")
         admitting = context.allow_immediate_admission
-        if self._host:
+        if self._offload:
             self._state.at(context.now_ms)
         if isinstance(command, Submit):
             effects = CommandEffects(self._submit(command.request))
@@ -623,7 +647,7 @@ class SchedulerRank:
             raise
         admissions: Sequence[Admission] = ()
         if state.num_admissions:
-            admissions = Rows(state.admissions(), _tiered_admission if self._host else _admission)
+            admissions = Rows(state.admissions(), _tiered_admission if self._offload else _admission)
         pressures: Sequence[PressureEvent] = ()
         if state.num_pressures:
             pressures = Rows(state.pressures(), self._pressure_builder(now_ms))
@@ -679,7 +703,7 @@ class SchedulerRank:
             raise CommandError(f"end_ms: must be finite and >= {pending.started_at_ms}, got {end_ms}")
         pending.completed = True
         effects = pending.effects
-        if self._host:
+        if self._offload:
             self._state.boundary(end_ms)
         effects.lifecycle_events += self._retry()
         late = self._drain_events()
@@ -703,7 +727,7 @@ class SchedulerRank:
         """Cross the boundary of a group pass in which this rank had no work."""
         self._check_alive()
         duration = max(0.0, end_ms - started_at_ms)
-        if self._host:
+        if self._offload:
             self._state.boundary(end_ms)
         effects = PassCompletionEffects(
             (),
@@ -771,27 +795,69 @@ class SchedulerRank:
 
     def next_internal_deadline_ms(self) -> float | None:
         """Earliest end of a transfer in flight, or None."""
-        deadline = self._state.deadline() if self._host else math.inf
+        deadline = self._state.deadline() if self._offload else math.inf
         return None if deadline == math.inf else deadline
 
     def process_internal_work(self, now_ms: float, pass_in_flight: bool) -> InternalEffects:
         """Settle transfers due at `now_ms`; nothing at all while a pass is in flight.
+
+        With KVBM tiers the first pending destination is tried, too, as by `tick_offload_only`.
 
         Raises
         ------
         CommandError
             `now_ms` is not a time.
         """
+        self._check_time(now_ms)
+        if pass_in_flight:
+            return InternalEffects()
+        if self._offload:
+            self._state.internal_work(now_ms)
+        lifecycle = self._retry() if self._tiers else []
+        effects = InternalEffects(lifecycle, self._drain_events())
+        self._tell_observer()
+        return effects
+
+    def tick_offload_only(self, now_ms: float) -> InternalEffects:
+        """Let the transfers of the KVBM tiers go on to `now_ms` and try the first pending destination.
+
+        For drivers of an idle rank. Requests whose blocks have come wait at the
+        front of the queue afterwards. An earlier time than before changes nothing,
+        and so does a rank without these tiers.
+
+        Raises
+        ------
+        CommandError
+            `now_ms` is not a time.
+        """
+        self._check_time(now_ms)
+        if not self._tiers:
+            return InternalEffects()
+        self._state.transport(now_ms)
+        return InternalEffects(self._retry(), self._drain_events())
+
+    def tick_offload_transport_only(self, now_ms: float) -> InternalEffects:
+        """As `tick_offload_only`, without trying a destination: for while a pass is in flight.
+
+        Where a pass shows its KV events at its end, those of transfers wait for
+        it, too: they are later in the same stream.
+
+        Raises
+        ------
+        CommandError
+            `now_ms` is not a time.
+        """
+        self._check_time(now_ms)
+        if not self._tiers:
+            return InternalEffects()
+        self._state.transport(now_ms)
+        events = self._drain_events() if self.config.rules.kv_events_at_pass_start else _EMPTY_EVENTS
+        return InternalEffects(kv_events=events)
+
+    def _check_time(self, now_ms: float) -> None:
         self._check_alive()
         if not math.isfinite(now_ms) or now_ms < 0:
             raise CommandError(f"now_ms: must be finite and >= 0, got {now_ms}")
-        if pass_in_flight:
-            return InternalEffects()
-        if self._host:
-            self._state.internal_work(now_ms)
-        effects = InternalEffects(kv_events=self._drain_events())
-        self._tell_observer()
-        return effects
 
     def is_ready(self) -> bool:
         """Whether a pass could have work: a request waits or runs, and not only for transfers.
@@ -897,6 +963,22 @@ class SchedulerRank:
         return self._state.connector_slots()
 
     @property
+    def parked(self) -> npt.NDArray[np.int64]:
+        """Row numbers of requests whose blocks come back from the KVBM tiers, in order of parking; a copy."""
+        return self._state.parked_slots()
+
+    def offload_dependency_ms(self, request_id: RequestId) -> float | None:
+        """When the offload that a live request waits for may end; None if it waits for none.
+
+        The earliest end of any transfer from the device to G2.
+        """
+        number = id_to_int(request_id)
+        slot = self._state.find(number >> 64, number & _MASK64)
+        if slot < 0 or not self._state.depends(slot):
+            return None
+        return float(self._state.offload_deadline())
+
+    @property
     def header(self) -> npt.NDArray[Any]:
         """Scalars of the rank, read-only view of `layout.HEADER`, shape (1,)."""
         return self._state.view("header")
@@ -964,7 +1046,7 @@ class SchedulerRank:
         other._build_output, other._token_ids = self._build_output, self._token_ids
         other._block_tokens = list(self._block_tokens)
         other._radix = self._radix
-        other._host = self._host
+        other._host, other._tiers, other._offload = self._host, self._tiers, self._offload
         other._poison = None
         other._state = self._state.fork()
         other._handoffs = RankHandoffs(other._state, self.config)

@@ -39,6 +39,7 @@ from kvsim.config import (
     EngineConfig,
     ExternalTiming,
     FixedTiming,
+    KvbmTiers,
     NativeHostOffload,
     NpzTiming,
     SglangConfig,
@@ -49,6 +50,7 @@ from kvsim.config import (
 )
 from kvsim.errors import ConfigError, KvsimError, WorkloadError
 from kvsim.layout import REQUEST_RECORD
+from kvsim.offload.totals import TransferTotals
 from kvsim.replay import WorkloadLike, replay
 from kvsim.report import GapHistogram, RunTotals, Sla
 from kvsim.report.summary import summarize
@@ -68,10 +70,13 @@ _GROUPS: dict[str, frozenset[str]] = {
     "sglang": frozenset(SglangConfig.__struct_fields__),
     "trtllm": frozenset(TrtllmConfig.__struct_fields__),
     "native_host_offload": frozenset(NativeHostOffload.__struct_fields__),
+    "kvbm_tiers": frozenset(KvbmTiers.__struct_fields__),
     "timing_model": frozenset(
         ("type", *(name for kind in (FixedTiming, NpzTiming, ExternalTiming) for name in kind.__struct_fields__))
     ),
 }
+#: Fields that give an engine lower KV tiers.
+_TIERS = ("native_host_offload", "kvbm_tiers")
 _INT64_MAX = 2**63 - 1
 
 
@@ -796,9 +801,11 @@ class SweepResult:
         return pyarrow.table(arrays)
 
 
-def _summary_columns(sla: Any) -> dict[str, bool]:
+def _summary_columns(sla: Any, fields: Mapping[str, Any], names: Sequence[str]) -> dict[str, bool]:
     """Numbers of a summary -> whether each is a count: those of an empty run, so no run is needed to know."""
-    empty = summarize(np.zeros(0, REQUEST_RECORD), GapHistogram(), RunTotals(), sla)
+    tiers = any(name.partition(".")[0] in _TIERS for name in [*names, *(key for key in fields if fields[key])])
+    totals = RunTotals(transfers=TransferTotals() if tiers else None)
+    empty = summarize(np.zeros(0, REQUEST_RECORD), GapHistogram(), totals, sla)
     return {name: isinstance(value, int) for name, value in _numbers(empty).items()}
 
 
@@ -839,8 +846,9 @@ def _build(
     for name, (form, values) in parameters.items():
         table[name] = np.repeat(np.array(values, form), runs)
     for name in chosen:
+        # Runs without lower tiers have no entries about them.
         table[name] = [
-            math.nan if outcome.values is None or (value := outcome.values[name]) is None else value
+            math.nan if outcome.values is None or (value := outcome.values.get(name)) is None else value
             for outcome in outcomes
         ]
     table["status"] = ["ok" if outcome.error is None else "error" for outcome in outcomes]
@@ -940,7 +948,7 @@ def sweep(
         raise ConfigError("progress", f"must be callable, got {progress!r}")
     options = _checked_options(replay_options)
     fields = _base_fields(base)
-    columns = _summary_columns(options.get("sla"))
+    columns = _summary_columns(options.get("sla"), fields, plan.names)
     chosen = columns if metrics is None else _chosen(metrics, columns)
     if executor == "ray":
         _import_ray()

@@ -1,7 +1,7 @@
 """Twin of the vLLM / TensorRT-LLM scheduler rank: plain lists, no cleverness.
 
 Written from spec/vllm.md, spec/kv-cache.md, spec/handoff.md and
-spec/host-offload.md part A and from no kernel.
+spec/host-offload.md and from no kernel.
 """
 
 from __future__ import annotations
@@ -41,12 +41,21 @@ from model.handoff import HandoffRank, Handoffs
 from model.hashing import ChaCha12, chain, lineage_hash, local_hash, synthetic_token
 from model.host import LOAD, STORE, HostTier, Transfer
 from model.pool import Block, BlockPool, Reservation
+from model.tiers import Offload, SwapIn, Tiers
 from model.timing import Timing
 from model.welford import Welford
 
 MASK64 = 2**64 - 1
 
 WAITING, RUNNING, PREEMPTED = "waiting", "running", "preempted"
+
+
+class Blocked(Exception):  # noqa: N818
+    """An allocation has to wait for what it pushed out."""
+
+    def __init__(self, offload: Offload) -> None:
+        super().__init__(offload.id)
+        self.offload = offload
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -74,6 +83,17 @@ class Load:
     #: leading blocks that will be there when it is done
     blocks: int
     done: bool = False
+
+
+@dataclass(eq=False)
+class Parked:
+    """A request whose blocks come back from a lower tier; the request is None once it was cancelled."""
+
+    request: Live | None
+    swap: SwapIn
+    reservation: Reservation
+    #: leading blocks that were in the pool when it began
+    base: int
 
 
 @dataclass(eq=False)
@@ -109,6 +129,10 @@ class Live:
     load: Load | None = None
     #: sleeps in the connector queue until a transfer makes progress
     asleep: bool = False
+    #: an allocation for it had to push blocks out, which is not over
+    dependency: Offload | None = None
+    #: leading blocks in the pool when its first swap-in began
+    swap_base: int | None = None
 
     @property
     def length(self) -> int:
@@ -186,6 +210,14 @@ class PagedModel(HandoffRank):
         self.readers: dict[int, int] = {}
         #: what each unfinished store brings: (index in the prompt, block as announced, parent's hash)
         self.store_blocks: dict[int, list[tuple[int, StoredBlock, int | None]]] = {}
+        #: tiers that take what is evicted
+        self.tiers = Tiers(config, self.pool.free_quarantined, self._announce_host) if config.tiers_attached else None
+        #: requests whose blocks come back, in the order in which they began
+        self.parked: list[Parked] = []
+        #: block hash -> (block as announced, parent's hash), of every block that was ever findable
+        self.known: dict[int, tuple[StoredBlock, int | None]] = {}
+        #: time of the pass, the command or the tick that is under way
+        self.now_ms = 0.0
         #: no pass computes before this
         self.compute_not_before = 0.0
         self.preemptions_total = 0
@@ -258,6 +290,10 @@ class PagedModel(HandoffRank):
             self.waiting.remove(request)
         if request in self.connector:
             self.connector.remove(request)
+        for parked in self.parked:
+            if parked.request is request:
+                parked.request = None
+                parked.swap.cancelled = True
         del self.requests[request.request_id]
         self.handoffs.forget(request.request_id)
 
@@ -368,7 +404,9 @@ class PagedModel(HandoffRank):
         return True
 
     def _reserve(self, prefix: Sequence[int | None], fresh: int) -> Reservation | None:
-        """Reserve and announce what was evicted for it."""
+        """Reserve and announce what was evicted for it; Blocked if it has to wait for that."""
+        if self.tiers is not None:
+            self._push_out(prefix, fresh)
         outcome = self.pool.reserve([block_hash for block_hash in prefix if block_hash is not None], fresh)
         if outcome is None:
             return None
@@ -394,6 +432,8 @@ class PagedModel(HandoffRank):
                 assert entry.block_hash is not None
                 entry.pending_cache = False
                 became_visible = self.pool.publish(entry.block, entry.block_hash)
+                parent = request.entries[position - 1].block_hash if position else None
+                self.known[entry.block_hash] = (self._as_announced(request, position), parent)
             if became_visible:
                 group.append(position)
             else:
@@ -477,6 +517,8 @@ class PagedModel(HandoffRank):
 
     def execute_pass(self, now_ms: float) -> RankPass:
         before = self.metrics()
+        self.now_ms = now_ms
+        self._tick(now_ms)
         budget = self.config.max_num_batched_tokens
         work = PassState(now_ms, math.inf if budget is None else budget)
         self._schedule_running(work)
@@ -490,6 +532,10 @@ class PagedModel(HandoffRank):
         outputs, decode_ms = self._emission(work)
         outputs += [Output(request_id, None, True, True, None) for request_id in work.rejected]
         end_ms = decode_start + decode_ms
+        deadline = None if self.tiers is None else self.tiers.next_deadline()
+        if end_ms <= now_ms and deadline is not None:
+            # Nothing else can happen before a transfer ends.
+            end_ms = max(deadline, now_ms)
 
         events = self._drain_events()
         lifecycle, self.lifecycle = self.lifecycle, []
@@ -520,10 +566,13 @@ class PagedModel(HandoffRank):
     def _schedule_running(self, work: PassState) -> None:
         index = 0
         while index < len(self.running) and work.budget > 0:
+            if self._is_dependent(self.running[index]):
+                index += 1
+                continue
             outcome = self._schedule(self.running[index], work, None)
             if outcome == "blocked":
                 break
-            if outcome == "scheduled":
+            if outcome in ("scheduled", "dependent"):
                 index += 1
 
     def _schedule_waiting(self, work: PassState) -> None:
@@ -540,6 +589,8 @@ class PagedModel(HandoffRank):
             if not candidates:
                 break
             request = candidates[0]
+            if self._is_dependent(request):
+                break
             if self.max_model_len is not None and request.num_input >= self.max_model_len:
                 self._reject(request, work)
                 continue
@@ -560,6 +611,12 @@ class PagedModel(HandoffRank):
             if verdict == "reject":
                 self._reject(request, work)
                 continue
+            if verdict == "admit" and self.tiers is not None and request.status == WAITING:
+                found = "miss" if self._is_materialised(request) else self._begin_swap_in(request, work)
+                if found == "parked":
+                    continue
+                if found == "dependent":
+                    break
             if verdict == "wait" or self._schedule(request, work, cost) != "scheduled":
                 break
             if work.budget == 0 and work.scheduled[request.request_id].total_tokens == 0:
@@ -583,7 +640,10 @@ class PagedModel(HandoffRank):
         return "admit" if needed <= available - headroom else "wait"
 
     def _schedule(self, request: Live, work: PassState, cost: Cost | None) -> str:
-        """vllm.md section 6: "scheduled", "blocked" or "current preempted". A cost marks a waiting request."""
+        """vllm.md section 6: "scheduled", "blocked", "dependent" or "current preempted".
+
+        A cost marks a waiting request.
+        """
         from_waiting = cost is not None
         cached = 0
         if request.computed == 0:
@@ -597,18 +657,22 @@ class PagedModel(HandoffRank):
         if want == 0 and remaining > 0:
             return "blocked"
         after = before + want
-        while not self._allocate(request, after, cached // self.block_size):
-            victim = self._victim()
-            if victim is None:
-                after = before
-                break
-            work.preempted_any = True
-            self._undo(victim, work)
-            self._preempt(victim, work)
-            if victim is request:
-                return "current preempted"
-        else:
-            request.computed = after
+        try:
+            while not self._allocate(request, after, cached // self.block_size):
+                victim = self._victim()
+                if victim is None:
+                    after = before
+                    break
+                work.preempted_any = True
+                self._undo(victim, work)
+                self._preempt(victim, work)
+                if victim is request:
+                    return "current preempted"
+            else:
+                request.computed = after
+        except Blocked as blocked:
+            self._depend(request, blocked.offload, work)
+            return "dependent"
         if after == before and request.computed < request.length:
             return "blocked"
         self._finalize(request, before, after)
@@ -653,9 +717,10 @@ class PagedModel(HandoffRank):
     # ------------------------------------------------------------ preemption
 
     def _victim(self) -> Live | None:
-        if self.trtllm or not self.running:
+        candidates = [request for request in self.running if not self._is_dependent(request)]
+        if self.trtllm or not candidates:
             return None
-        return self.running[-1] if self.config.preemption_mode == "lifo" else self.running[0]
+        return candidates[-1] if self.config.preemption_mode == "lifo" else candidates[0]
 
     def _undo(self, request: Live, work: PassState) -> None:
         """Take back what this pass had given to a victim."""
@@ -716,7 +781,11 @@ class PagedModel(HandoffRank):
     # ------------------------------------------------------------ emission (vllm.md section 7)
 
     def _emission(self, work: PassState) -> tuple[list[Output], float]:
-        candidates = [request for request in self.running if request.computed == request.length]
+        candidates = [
+            request
+            for request in self.running
+            if request.computed == request.length and not self._is_dependent(request)
+        ]
         outputs = []
         for request in candidates:
             if self._remaining(request) == 0:
@@ -760,10 +829,14 @@ class PagedModel(HandoffRank):
     def _grow_eagerly(self, request: Live, work: PassState) -> bool:
         """Take the block of the token that is about to be sampled, preempting for it; False if it cannot be had."""
         if request.length % self.block_size == 0:
-            while (reservation := self._reserve([], 1)) is None:
-                victim = self._preempt_at_emission(work)
-                if victim is None or victim is request:
-                    return False
+            try:
+                while (reservation := self._reserve([], 1)) is None:
+                    victim = self._preempt_at_emission(work)
+                    if victim is None or victim is request:
+                        return False
+            except Blocked as blocked:
+                self._depend(request, blocked.offload, work)
+                return False
             request.entries.append(Entry(block=self.pool.take_fresh(reservation)))
         request.allocated = request.length + 1
         return True
@@ -783,7 +856,12 @@ class PagedModel(HandoffRank):
             for request in ready:
                 burst = min(self._max_burst(work.scheduled.get(request.request_id)), self._remaining(request))
                 fresh += self._blocks(request.length + burst) - self._blocks(request.length)
-            reservation = self._reserve([], fresh)
+            try:
+                reservation = self._reserve([], fresh)
+            except Blocked as blocked:
+                for request in ready:
+                    self._depend(request, blocked.offload, work)
+                return [], 0.0
             if reservation is None:
                 if self._preempt_at_emission(work) is None:
                     return [], 0.0
@@ -1003,10 +1081,11 @@ class PagedModel(HandoffRank):
         return "queued"
 
     def _attribution(self, request: Live, reused: int) -> tuple[int, int] | None:
-        """Tokens of the first admission that came from the device and from host memory."""
-        if self.host is None or request.admitted_before:
+        """Tokens of the first admission that came from the device and from below it."""
+        if (self.host is None and self.tiers is None) or request.admitted_before:
             return None
-        device = reused if request.load is None else min(request.load.base * self.block_size, reused)
+        base = request.swap_base if request.load is None else request.load.base
+        device = reused if base is None else min(base * self.block_size, reused)
         return (device, reused - device)
 
     def _store_deadline(self, transfer_id: int | None) -> float:
@@ -1086,32 +1165,163 @@ class PagedModel(HandoffRank):
         request.next_store_block = load.blocks
         load.done = True
 
-    # ------------------------------------------------------------ boundaries with host memory
+    # ------------------------------------------------------------ lower tiers (host-offload.md part B)
+
+    def _push_out(self, prefix: Sequence[int | None], fresh: int) -> None:
+        """Section 9: what must be evicted goes down a tier and keeps its slots meanwhile."""
+        assert self.tiers is not None
+        needed = fresh - self.pool.free
+        if needed <= 0:
+            return
+        victims = self.pool.quarantine(needed, [block_hash for block_hash in prefix if block_hash is not None])
+        if victims is None:
+            return
+        removed = [block_hash for _, block_hash, vanished in victims if vanished]
+        if removed:
+            self._emit(Removed(tuple(removed)))
+        offload = self.tiers.enqueue(
+            [(slot, block_hash if vanished else None) for slot, block_hash, vanished in victims], self.now_ms
+        )
+        if offload is not None:
+            raise Blocked(offload)
+
+    def _depend(self, request: Live, offload: Offload, work: PassState) -> None:
+        request.dependency = offload
+        work.deferrals += 1
+
+    def _is_dependent(self, request: Live) -> bool:
+        if request.dependency is not None:
+            assert self.tiers is not None
+            request.dependency = self.tiers.follow(request.dependency)
+        return request.dependency is not None
+
+    def _announce_host(self, kind: str, block_hash: int) -> None:
+        block, parent = self.known[block_hash]
+        data = Stored(parent, (block,)) if kind == "stored" else Removed((block_hash,))
+        self._emit(data, "host_pinned")
+
+    def _begin_swap_in(self, request: Live, work: PassState) -> str:
+        """Section 10: "miss", "parked" or "dependent"."""
+        assert self.tiers is not None
+        hashes = [entry.block_hash for entry in request.entries]
+        keys = [key for key in hashes if key is not None]
+        base = 0
+        while base < len(keys) and self.pool.primary(keys[base]) is not None:
+            base += 1
+        swap = self.tiers.plan(keys[base:])
+        if swap is None:
+            return "miss"
+        try:
+            reservation = self._reserve(keys[:base], len(swap.keys))
+        except Blocked as blocked:
+            self.tiers.give_up(swap)
+            self._depend(request, blocked.offload, work)
+            return "dependent"
+        if reservation is None:
+            self.tiers.give_up(swap)
+            return "miss"
+        self.tiers.begin(swap, work.now_ms)
+        self.waiting.remove(request)
+        self.parked.append(Parked(request, swap, reservation, base))
+        if request.swap_base is None:
+            request.swap_base = base
+        work.deferrals += 1
+        return "parked"
+
+    def _tick(self, now_ms: float) -> None:
+        """Section 11: what ended by now is seen."""
+        if self.tiers is None or now_ms < self.tiers.now:
+            return
+        self.now_ms = self.tiers.now = now_ms
+        active = self.pool.active_blocks
+        if self.tiers.tick(now_ms):
+            self.last_pass_effect_free = False
+        back: list[Live] = []
+        for parked in [parked for parked in self.parked if parked.swap.done]:
+            self.parked.remove(parked)
+            if parked.request is None:
+                self.pool.cancel(parked.reservation)
+            else:
+                self._promote(parked.request, parked)
+                back.append(parked.request)
+            self.tiers.release(parked.swap)
+        self.waiting[:0] = back
+        self.handoffs.generation += self.pool.active_blocks < active
+
+    def _promote(self, request: Live, parked: Parked) -> None:
+        """Blocks that came back are unused cached copies."""
+        group: list[int] = []
+        blocks = []
+        for position, key in enumerate(parked.swap.keys, parked.base):
+            block = self.pool.take_fresh(parked.reservation)
+            if self.pool.primary(key) is None:
+                self.pool.publish(block, key)
+                blocks.append(block)
+                group.append(position)
+            else:
+                self.pool.release(block)
+                self._announce(request, group)
+                group = []
+        self._announce(request, group)
+        for block in reversed(blocks):
+            self.pool.release(block)
+        self.pool.cancel(parked.reservation)
+
+    def tick_offload_only(self, now_ms: float) -> InternalEffects:
+        self._tick(now_ms)
+        lifecycle = self.retry_pending_destinations()
+        return InternalEffects(lifecycle, self._drain_events())
+
+    def tick_offload_transport_only(self, now_ms: float) -> InternalEffects:
+        """While a pass is in flight; the events of a pass that shows its own at its end wait for them."""
+        self._tick(now_ms)
+        return InternalEffects([], self._drain_events() if self.rules.kv_events_at_pass_start else [])
+
+    def retry_pending_destinations(self) -> list[Any]:
+        pending = self.handoffs.pending
+        if pending and self._is_dependent(pending[0].request):
+            return []
+        try:
+            return super().retry_pending_destinations()
+        except Blocked as blocked:
+            pending[0].request.dependency = blocked.offload
+            return []
+
+    # ------------------------------------------------------------ boundaries with lower tiers
 
     def apply_command(
         self, command: Command, context: CommandContext, pending: PendingPass | None = None
     ) -> CommandEffects:
         self.command = context
+        self.now_ms = context.now_ms
         return super().apply_command(command, context, pending)
 
     def complete_pass(self, pending: PendingPass, end_ms: float) -> PassCompletionEffects:
         self._cross_boundary(end_ms, submit=True)
+        self.now_ms = end_ms
         return super().complete_pass(pending, end_ms)
 
     def complete_idle_group_pass(self, start_ms: float, end_ms: float) -> PassCompletionEffects:
         self._cross_boundary(end_ms, submit=True)
+        self.now_ms = end_ms
         return super().complete_idle_group_pass(start_ms, end_ms)
 
     def next_internal_deadline_ms(self) -> float | None:
+        if self.tiers is not None:
+            return self.tiers.next_deadline()
         return None if self.host is None else self.host.next_deadline()
 
     def process_internal_work(self, now_ms: float, pass_in_flight: bool = False) -> InternalEffects:
         if pass_in_flight:
             return InternalEffects([], [])
+        if self.tiers is not None:
+            return self.tick_offload_only(now_ms)
         self._cross_boundary(now_ms, submit=False)
         return super().process_internal_work(now_ms)
 
     def is_drained(self) -> bool:
+        if self.tiers is not None and (self.parked or self.tiers.next_deadline() is not None):
+            return False
         return super().is_drained() and (self.host is None or not self.host.transfers)
 
     # ------------------------------------------------------------ liveness
@@ -1122,6 +1332,8 @@ class PagedModel(HandoffRank):
             return None
         if self.host is not None and self.host.transfers:
             # A transfer ends, and whoever waits for it looks again.
+            return None
+        if self.tiers is not None and self.tiers.next_deadline() is not None:
             return None
         head = [*self.connector, *self.waiting][0]
         if head.outgrown:
@@ -1202,6 +1414,7 @@ class PagedModel(HandoffRank):
                 for entry in self.handoffs.reserved.values()
             },
             **({} if self.host is None else self._host_state()),
+            **({} if self.tiers is None else self._tier_state()),
         }
 
     @staticmethod
@@ -1226,11 +1439,25 @@ class PagedModel(HandoffRank):
             "readers": sorted(self.readers.values()),
         }
 
+    def _tier_state(self) -> dict[str, Any]:
+        assert self.tiers is not None
+        owners = [*self.running, *self.waiting, *(entry.request for entry in self.handoffs.pending)]
+        return {
+            "tiers": self.tiers.state(),
+            "parked": [
+                (None if p.request is None else p.request.request_id, p.base, p.swap.keys, p.swap.done)
+                for p in self.parked
+            ],
+            "quarantined": len(self.pool.quarantined),
+            "dependent": sorted(owner.request_id for owner in owners if self._is_dependent(owner)),
+        }
+
     def check(self) -> None:
         """The invariants of kv-cache.md section 2 and vllm.md section 2."""
         self.pool.check()
         assert not self.lifecycle
-        members = [request.request_id for request in (*self.running, *self.waiting, *self.connector)]
+        parked = [parked.request for parked in self.parked if parked.request is not None]
+        members = [request.request_id for request in (*self.running, *self.waiting, *self.connector, *parked)]
         assert sorted(members) == sorted(self.requests)
         self.handoffs.check(set(self.requests))
         refs: dict[int, int] = {}
@@ -1253,7 +1480,7 @@ class PagedModel(HandoffRank):
                 load = request.load
                 assert request.allocated == (load.blocks * self.block_size if load is not None and load.done else 0)
             else:
-                assert request in self.waiting
+                assert request in self.waiting or request in parked
                 assert request.computed == request.allocated
                 assert request.computed == 0 or (
                     request.computed == request.num_input == request.length
@@ -1271,7 +1498,15 @@ class PagedModel(HandoffRank):
                 fresh += request.load.reservation.fresh
                 for block in request.load.reservation.prefix:
                     pins[id(block)] = pins.get(id(block), 0) + 1
+        for item in self.parked:
+            fresh += item.reservation.fresh
+            assert item.reservation.fresh == len(item.swap.keys)
+            for block in item.reservation.prefix:
+                pins[id(block)] = pins.get(id(block), 0) + 1
         assert self.pool.reserved == fresh
+        if self.tiers is not None:
+            self.tiers.check([item.swap for item in self.parked])
+            assert sorted(self.tiers.held_slots()) == sorted(self.pool.quarantined)
         if self.host is not None:
             self.host.check()
             assert set(self.readers.values()) <= set(self.host.transfers)

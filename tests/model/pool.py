@@ -41,6 +41,8 @@ class BlockPool:
         #: the last one is taken first
         self.free_slots = list(range(capacity))
         self.reserved = 0
+        #: slots whose old content a lower tier still reads
+        self.quarantined: list[int] = []
         self.private: list[Block] = []
         #: hash -> its copies; the first is the primary, the others wait in order of arrival.
         self.copies: dict[int, list[Block]] = {}
@@ -54,7 +56,7 @@ class BlockPool:
     @property
     def active_blocks(self) -> int:
         cached = sum(len(copies) for copies in self.copies.values())
-        return len(self.private) + cached - len(self.inactive) + self.reserved
+        return len(self.private) + cached - len(self.inactive) + self.reserved + len(self.quarantined)
 
     def primary(self, block_hash: int) -> Block | None:
         copies = self.copies.get(block_hash)
@@ -85,6 +87,32 @@ class BlockPool:
             slots.append(victim.slot)
         self.reserved += fresh
         return Reservation(prefix, slots), removed
+
+    def quarantine(self, count: int, prefix_hashes: Sequence[int]) -> list[tuple[int, int, bool]] | None:
+        """Evict unused copies that are not the primary of a prefix hash; their slots go to nobody yet.
+
+        (slot, hash, whether the hash vanished) of each, or None if there are too few.
+        """
+        kept = {id(self.copies[block_hash][0]) for block_hash in prefix_hashes}
+        victims = [block for block in self.inactive if id(block) not in kept][:count]
+        if len(victims) < count:
+            return None
+        evicted = []
+        for victim in victims:
+            self.inactive.remove(victim)
+            assert victim.hash is not None
+            copies = self.copies[victim.hash]
+            copies.remove(victim)
+            if not copies:
+                del self.copies[victim.hash]
+            evicted.append((victim.slot, victim.hash, not copies))
+            self.quarantined.append(victim.slot)
+        return evicted
+
+    def free_quarantined(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.quarantined.remove(slot)
+            self.free_slots.append(slot)
 
     def cancel(self, reservation: Reservation) -> None:
         for block in reversed(reservation.prefix):
@@ -138,7 +166,7 @@ class BlockPool:
         cached = [block for copies in self.copies.values() for block in copies]
         assert self.free >= 0
         assert self.reserved >= 0
-        assert self.capacity == len(cached) + len(self.private) + self.reserved + self.free
+        assert self.capacity == len(cached) + len(self.private) + self.reserved + self.free + len(self.quarantined)
         assert all(copies for copies in self.copies.values())
         assert all(block.hash == key for key, copies in self.copies.items() for block in copies)
         assert {id(block) for block in cached if not block.used} == {id(block) for block in self.inactive}

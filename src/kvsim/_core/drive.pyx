@@ -44,7 +44,7 @@ from kvsim._core.engine cimport (
     engine_internal_work, engine_quiet, engine_register_source, engine_release_source, engine_runnable,
     engine_reserve, engine_reserve_error, engine_retries, engine_retry, engine_schedule, engine_stretch, engine_stuck,
     engine_submit,
-    engine_sync, engine_unblock, engine_visible_events, engine_waiting,
+    engine_sync, engine_transport, engine_unblock, engine_visible_events, engine_waiting,
 )
 from kvsim._core.signals cimport progressed
 from kvsim._core.state cimport RankState
@@ -253,6 +253,31 @@ cdef inline void catch_up(track_t* t, int64_t generated) noexcept nogil:
         t.burst = 1
 
 
+cdef int64_t merge_gaps(
+    const double* ends, const int64_t* weights, int64_t count, double* before, int64_t* weight,
+    int64_t* gaps, int64_t* sums
+) noexcept nogil:
+    """Gaps between the ends of passes in nanoseconds, and how many tokens waited each; equal neighbours as one.
+
+    `before` and `weight` carry the last end and the running sum of `weights` from piece to piece.
+    """
+    cdef int64_t n = 0
+    cdef int64_t i
+    cdef int64_t gap
+    for i in range(count):
+        weight[0] += weights[i]
+        if weight[0] > 0:
+            gap = llrint((ends[i] - before[0]) * 1e6)
+            if n > 0 and gaps[n - 1] == gap:
+                sums[n - 1] += weight[0]
+            else:
+                gaps[n] = gap
+                sums[n] = weight[0]
+                n += 1
+        before[0] = ends[i]
+    return n
+
+
 cdef class Fleet:
     """Workers of one or two pools driven together on one clock.
 
@@ -343,7 +368,7 @@ cdef class Fleet:
     cdef bint capture_outputs
     cdef bint record_passes
     cdef bint capture_offload
-    cdef bint has_host            # some worker has a host tier
+    cdef bint has_offload         # some worker has a lower tier
     cdef bint watch_gauges
     cdef bint watch_passes
     cdef bint coast
@@ -514,7 +539,7 @@ cdef class Fleet:
             self.ranks[first + i].want_firsts = self.note_firsts
             self.ranks[first + i].coast.wanted = self.coast
             self.ranks[first + i].want_offload = self.capture_offload
-            self.has_host |= self.ranks[first + i].config.host != 0
+            self.has_offload |= self.ranks[first + i].config.offload != 0
             # Others are tried again whenever something ends.
             self.led |= pool != 0 or self.ranks[first + i].config.ask_admission != 0
             self.rank_workers[first + i] = w
@@ -764,6 +789,9 @@ cdef class Fleet:
         cdef int64_t i
         cdef int64_t slot
         cdef int64_t count
+        cdef int64_t weight
+        cdef int64_t first
+        cdef double before
         cdef const track_t* t
         for slot in range(min(self.ranks[rank].header.high_water, self.track_caps[rank])):
             if self.ranks[rank].requests[slot].status != 0:
@@ -780,14 +808,14 @@ cdef class Fleet:
             ends = self._log_memory[rank]
             weights = self._log_weights[rank]
             # Piece by piece: the temporary arrays stay small however long the window is.
+            gaps, sums = np.empty(min(count, WINDOW), np.int64), np.empty(min(count, WINDOW), np.int64)
             for first in range(0, count, WINDOW):
-                last = min(first + WINDOW, count)
-                running = weight + np.cumsum(weights[first:last])
-                gaps = np.diff(ends[first:last], prepend=before)
-                used = running > 0
-                if used.any():
-                    self._histogram.add(np.rint(gaps[used] * 1e6).astype(np.int64), running[used])
-                weight, before = int(running[len(running) - 1]), float(ends[last - 1])
+                i = min(first + WINDOW, count) - first
+                i = merge_gaps(
+                    log.ends + first, log.weights + first, i, &before, &weight,
+                    <int64_t*>cnp.PyArray_DATA(<cnp.ndarray>gaps), <int64_t*>cnp.PyArray_DATA(<cnp.ndarray>sums))
+                if i > 0:
+                    self._histogram.add(gaps[:i].copy(), sums[:i].copy())
             self._carry[rank] = (weight, before)
             left = log.count - count
             ends[:left] = ends[count:log.count].copy()
@@ -1304,9 +1332,12 @@ cdef class Fleet:
 
         Spec/host-offload.md section 6, spec/handoff.md section 3.
         """
+        engine_boundary(self.ranks[rank], self.workers[w].busy_until)
+        self.retry_pending(w, rank)
+
+    cdef inline void retry_pending(self, int64_t w, int64_t rank) noexcept nogil:
         cdef int32_t slot
         cdef note_t* n
-        engine_boundary(self.ranks[rank], self.workers[w].busy_until)
         if likely(self.ranks[rank].header.num_pending == 0):
             return
         slot = engine_retry(self.ranks[rank])
@@ -1366,13 +1397,16 @@ cdef class Fleet:
             return -INFINITY
         if self.feed_at < self.feed_count and self.feed_cap == 0 and self.feed_times[self.feed_at] < next_ms:
             next_ms = self.feed_times[self.feed_at]
+        if self.feed_at < self.feed_count and self.in_flight < self.feed_cap:
+            # Something ended at this instant, in a pass without duration; its successor enters behind this pass.
+            return -INFINITY
         if self.led or self.note_ends or self.note_firsts or self.feed_cap > 0:
             # What ends elsewhere may send something here.
             if self.todo_count > 0:
                 return -INFINITY
             if self.heap_count > 0 and self.workers[self.heap[0]].busy_until < next_ms:
                 next_ms = self.workers[self.heap[0]].busy_until
-            if self.has_host:
+            if self.has_offload:
                 next_ms = min(next_ms, self.next_deadline())
         return next_ms
 
@@ -1703,29 +1737,47 @@ cdef class Fleet:
             next_ms = self.workers[self.heap[0]].busy_until
         if self.feed_at < self.feed_count and self.feed_cap == 0 and self.feed_times[self.feed_at] < next_ms:
             next_ms = self.feed_times[self.feed_at]
-        if self.has_host:
+        if self.has_offload:
             next_ms = min(next_ms, self.next_deadline())
         return next_ms
 
     cdef double next_deadline(self) noexcept nogil:
-        """When the next transfer of an idle worker ends; a busy one looks at its own when its pass ends."""
-        cdef double next_ms = INFINITY
-        cdef int64_t w
-        for w in range(self.num_workers):
-            if self.workers[w].live and not self.workers[w].busy:
-                next_ms = min(next_ms, engine_deadline(self.ranks[self.workers[w].first_rank]))
-        return next_ms
+        """When the next transfer of an idle worker ends; a busy one looks at its own when its pass ends.
 
-    cdef void settle_transfers(self) noexcept nogil:
-        """Transfers of idle workers that are over at this instant."""
+        The transfers of KVBM tiers go on while their worker is busy.
+        """
+        cdef double next_ms = INFINITY
         cdef int64_t w
         cdef int64_t rank
         for w in range(self.num_workers):
-            if not self.workers[w].live or self.workers[w].busy:
+            if not self.workers[w].live:
                 continue
-            rank = self.workers[w].first_rank
-            if engine_deadline(self.ranks[rank]) <= self.now_ms:
-                engine_internal_work(self.ranks[rank], self.now_ms)
+            for rank in range(self.workers[w].first_rank, self.workers[w].first_rank + self.workers[w].num_ranks):
+                if not self.workers[w].busy or self.ranks[rank].config.tiers:
+                    next_ms = min(next_ms, engine_deadline(self.ranks[rank]))
+        return next_ms
+
+    cdef void settle_transfers(self) noexcept nogil:
+        """Transfers that are over at this instant, of idle workers and with KVBM tiers of busy ones."""
+        cdef int64_t w
+        cdef int64_t rank
+        cdef rank_t* r
+        for w in range(self.num_workers):
+            if not self.workers[w].live:
+                continue
+            for rank in range(self.workers[w].first_rank, self.workers[w].first_rank + self.workers[w].num_ranks):
+                r = self.ranks[rank]
+                # Commands of this instant that follow.
+                r.command_ms = self.now_ms
+                if engine_deadline(r) > self.now_ms or (self.workers[w].busy and not r.config.tiers):
+                    continue
+                if self.workers[w].busy:
+                    # No destination is let in, and what it shows waits for the events of the pass.
+                    engine_transport(r, self.now_ms)
+                    continue
+                engine_internal_work(r, self.now_ms)
+                if r.config.tiers:
+                    self.retry_pending(w, rank)
                 self.show_events(rank, self.now_ms)
                 if self.watch_gauges:
                     self.read_gauge(rank, False)
@@ -1735,7 +1787,7 @@ cdef class Fleet:
         """Go to an instant and end the passes that end at it, by pool and worker."""
         self.now_ms = now_ms
         self.wake_idle()
-        if self.has_host:
+        if self.has_offload:
             self.settle_transfers()
         while self.heap_count > 0 and self.workers[self.heap[0]].busy_until <= now_ms:
             self.complete(self.heap_pop())

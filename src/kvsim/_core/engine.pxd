@@ -19,9 +19,10 @@ from kvsim._core.radix_pass cimport (
 )
 from kvsim._core.requests cimport id_insert, row_queue, row_release
 from kvsim._core.signals cimport pass_open, signal
+from kvsim._core.tiers cimport tiers_deadline, tiers_depend, tiers_refused, tiers_tick
 from kvsim._core.types cimport (
     CHECK, COMPLETED, DESTINATION_ACTIVE, DESTINATION_PENDING, FAILED, HELD_SOURCE, MODEL_LENGTH, NO_REASON, NO_SLOT,
-    PAGED, RADIX, REJECTED, SOURCE_REGISTERED, content_t, header_t, likely, rank_t,
+    PAGED, RADIX, REJECTED, SOURCE_REGISTERED, content_t, header_t, likely, rank_t, unlikely,
 )
 
 
@@ -124,6 +125,9 @@ cdef inline int32_t engine_retry(rank_t* r) noexcept nogil:
     if r.config.engine == PAGED and h.num_running >= r.config.max_running:
         r.handoffs[slot].attempted = h.capacity_generation
         return NO_SLOT
+    if unlikely(r.config.tiers):
+        if tiers_depend(r, slot):
+            return NO_SLOT
     if r.handoffs[slot].attempted == h.capacity_generation:
         return NO_SLOT
     r.handoffs[slot].attempted = h.capacity_generation
@@ -133,6 +137,7 @@ cdef inline int32_t engine_retry(rank_t* r) noexcept nogil:
     else:
         transferable = paged_reserve(r, slot)
     if transferable < 0:
+        tiers_refused(r, slot)
         return NO_SLOT
     destination_hold(r, slot, transferable)
     r.header.effect_free = 0
@@ -232,7 +237,9 @@ cdef inline int64_t engine_waiting(const rank_t* r) noexcept nogil:
     """Waiting requests as metrics count them: destinations too, from the start."""
     cdef const header_t* h = r.header
     cdef int64_t prebuilt = h.num_materialised if r.config.engine == RADIX else 0
-    return h.num_waiting + h.num_connector + prebuilt + h.num_pending + h.num_held_destinations
+    # Parked requests are not counted anywhere.
+    cdef int64_t connector = 0 if r.config.tiers else h.num_connector
+    return h.num_waiting + connector + prebuilt + h.num_pending + h.num_held_destinations
 
 
 cdef inline bint engine_empty(const rank_t* r) noexcept nogil:
@@ -253,7 +260,7 @@ cdef inline bint engine_runnable(const rank_t* r) noexcept nogil:
         > r.header.num_asleep)
 
 
-# ---------------------------------------------------------------- transfers of the host tier
+# ---------------------------------------------------------------- transfers of lower tiers
 
 cdef inline void engine_at(rank_t* r, double now_ms) noexcept nogil:
     """Before a command: when it is applied, for the transfers it cancels."""
@@ -264,19 +271,29 @@ cdef inline double engine_deadline(const rank_t* r) noexcept nogil:
     """When the next transfer ends, infinity if there is none. While a pass is in flight nothing happens then."""
     if likely(r.header.num_transfers == 0):
         return 1e999
-    return host_deadline(r)
+    return tiers_deadline(r) if r.config.tiers else host_deadline(r)
 
 
 cdef inline void engine_internal_work(rank_t* r, double now_ms) noexcept nogil:
     """Settle transfers due at `now_ms`; not while a pass is in flight."""
-    if r.header.num_transfers > 0:
+    if r.config.tiers:
+        tiers_tick(r, now_ms)
+    elif r.header.num_transfers > 0:
         host_work(r, now_ms)
+
+
+cdef inline void engine_transport(rank_t* r, double now_ms) noexcept nogil:
+    """Let the transfers of the KVBM tiers go on to `now_ms`, also while a pass is in flight."""
+    tiers_tick(r, now_ms)
 
 
 cdef inline void engine_boundary(rank_t* r, double end_ms) noexcept nogil:
     """The pass of the rank, or of its group, ends: after `engine_emit`, before `engine_retry`."""
-    if r.header.num_transfers > 0:
-        host_boundary(r, end_ms)
+    if unlikely(r.config.offload):
+        r.command_ms = end_ms
+        # KVBM tiers settle when a pass starts and when they are ticked.
+        if r.config.host and r.header.num_transfers > 0:
+            host_boundary(r, end_ms)
 
 
 cdef inline bint engine_retries(const rank_t* r) noexcept nogil:

@@ -600,6 +600,7 @@ cdef void store_request(rank_t* r, int32_t slot, double now_ms) noexcept nogil:
                 observe(r, EVICTED, now_ms, r.requests[slot].id_hi, r.requests[slot].id_lo, -1)
                 observe_block(r, r.host_entries[entry].hash, 0)
             entry_evict(r, entry)
+            r.host.evicted_blocks += 1
             victims -= 1
         entry = after
     # Only stores bring blocks: without one in between, what was absent is.
@@ -742,6 +743,7 @@ cdef bint host_load(rank_t* r, int32_t slot, int64_t base, int64_t count) noexce
     t.on_link = 1
     t.deadline_ms = lane_end(r, h.load_tail_ms, from_ms, r.config.load_rate, count)
     h.load_tail_ms = t.deadline_ms
+    h.load_wait_ms += t.deadline_ms - r.p.start_ms
     list_push(r, &h.load_head, &h.load_tail, row)
     r.offloads[slot].load = row
     r.offloads[slot].device_blocks = <int32_t>base
@@ -796,6 +798,8 @@ cdef void cancel_load(rank_t* r, int32_t slot) noexcept nogil:
     cdef int32_t row = r.offloads[slot].load
     list_remove(r, &h.load_head, &h.load_tail, row)
     unpin(r, &r.transfers[row])
+    if r.transfers[row].deadline_ms > r.command_ms:
+        h.load_wait_ms -= r.transfers[row].deadline_ms - r.command_ms
     observe_transfer(r, LOAD_CANCELLED, r.command_ms, row, False)
     transfer_close(r, row)
     r.offloads[slot].load = NO_SLOT
@@ -832,6 +836,7 @@ cdef bint tick(rank_t* r, double now_ms) noexcept nogil:
             t = &r.transfers[row]
             list_remove(r, &h.load_head, &h.load_tail, row)
             unpin(r, t)
+            h.loaded_blocks += t.count
             observe_transfer(r, LOAD_COMPLETED, t.deadline_ms, row, False)
         else:
             t = &r.transfers[row]
@@ -844,6 +849,7 @@ cdef bint tick(rank_t* r, double now_ms) noexcept nogil:
                 r.host_entries[r.transfer_blocks[i].entry].next = chain
                 chain = r.transfer_blocks[i].entry
             h.num_pending -= t.count
+            h.stored_blocks += t.count
             touch_cohort(r, chain)
             observe_transfer(r, STORE_COMPLETED, t.deadline_ms, row, False)
         h = r.host
@@ -982,7 +988,11 @@ cdef int64_t host_admitted(rank_t* r, int32_t slot) noexcept nogil:
         if r.offloads[slot].device_blocks * r.config.block_size < device:
             device = r.offloads[slot].device_blocks * r.config.block_size
         r.offloads[slot].device_blocks = -1
-    return device if q.preemptions == 0 else -1
+    if q.preemptions > 0:
+        return -1
+    r.host.device_hit_tokens += device
+    r.host.lower_hit_tokens += q.reused - device
+    return device
 
 
 cdef void host_reset(rank_t* r) noexcept nogil:

@@ -12,8 +12,8 @@ from kvsim._core.events cimport event_add, event_open
 from kvsim._core.pool cimport AHEAD, pool_drop, pool_hold, pool_make_room, pool_take
 from kvsim._core.prefix cimport prefix_find, prefix_oldest, prefix_register
 from kvsim._core.types cimport (
-    CHECK, GROW_TABLES, HAS_PARENT, NO_BLOCK, RUNNING, STORED, config_t, content_t, prefetch,
-    rank_t, request_t, unlikely,
+    CHECK, GROW_TABLES, HAS_PARENT, NO_BLOCK, RUNNING, STORED, config_t, content_t, origin_t,
+    prefetch, rank_t, request_t, unlikely,
 )
 
 
@@ -62,7 +62,8 @@ cdef inline void lease_count(rank_t* r, request_t* q, int64_t count) noexcept no
 cdef inline bint lease_grow(rank_t* r, int32_t slot, int64_t tokens, int64_t reused) noexcept nogil:
     """Cover `tokens` tokens; the first `reused` blocks are found by hash if the lease is still empty.
 
-    False, and nothing changed, if the pool cannot give the blocks. The request
+    False, and nothing changed, if the pool cannot give the blocks; with KVBM tiers
+    they may be on their way out, which `pass_t.offloading` says. The request
     must own nothing when `reused` > 0, and `prefix_cost` have found as many.
     """
     cdef request_t* q = &r.requests[slot]
@@ -73,16 +74,20 @@ cdef inline bint lease_grow(rank_t* r, int32_t slot, int64_t tokens, int64_t reu
     if target > q.n_blocks:
         fresh = target - q.n_blocks - reused
         CHECK(fresh >= 0 and (reused == 0 or q.n_blocks == 0))
-        room = r.header.num_free - r.header.num_reserved + r.header.num_inactive
         if reused > 0:
             lease_find(r, slot)
             CHECK(reused <= r.num_found)
+        if fresh > r.header.num_free - r.header.num_reserved:
+            room = r.header.num_free - r.header.num_reserved + r.header.num_inactive
             # Inactive blocks that are reused cannot be evicted; they are counted where it matters.
             if fresh > room - reused:
                 for i in range(reused):
                     room -= r.blocks[r.found[i]].refs == 0
-        if fresh > room:
-            return False
+            if fresh > room:
+                return False
+            if unlikely(r.config.tiers) and not r.make_room(r, fresh, reused):
+                return False
+            q = &r.requests[slot]
         if q.table == NO_BLOCK:
             lease_open(r, slot)
             q = &r.requests[slot]
@@ -113,6 +118,7 @@ cdef inline void lease_seal(rank_t* r, int32_t slot, int64_t before, int64_t aft
     cdef int32_t before_it = NO_BLOCK
     cdef int32_t oldest
     cdef int32_t b
+    cdef origin_t* origin
     q.next_seal = <int32_t>((last + 1) * c.block_size)
     if not c.caching:
         return
@@ -133,6 +139,11 @@ cdef inline void lease_seal(rank_t* r, int32_t slot, int64_t before, int64_t aft
             continue
         before_it = prefix_register(r, b, before_it, content.hashes[i])
         if c.emit_events:
+            if unlikely(c.tiers):
+                origin = &r.origins[b]
+                origin.tokens_hash = content.locals[i] if content.locals != NULL else 0
+                origin.parent_hash = content.hashes[i - 1] if i > 0 else 0
+                origin.flags = HAS_PARENT if i > 0 else 0
             if before_it != b:
                 opened = False
             else:

@@ -5,6 +5,7 @@
 # (bookkeeping); a driver that knows the end of a group calls emit with it
 # between the two.
 
+from libc.math cimport INFINITY
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from kvsim._core.coast cimport (
@@ -26,10 +27,15 @@ from kvsim._core.requests cimport (
 )
 from kvsim._core.rng cimport rng_accept
 from kvsim._core.signals cimport count_pass, emit_token, pass_open, pressure, rejected_last, signal
+from kvsim._core.tiers cimport (
+    SWAP_BLOCKED, SWAP_PARKED, tiers_deadline, tiers_depend, tiers_drop, tiers_open, tiers_ready, tiers_refused,
+    tiers_swap, tiers_tick,
+)
 from kvsim._core.timing cimport timing_decode, timing_prefill
 from kvsim._core.types cimport (
-    ASK_VICTIM, BUDGET_TOO_SMALL, BY_SCORE, CALLABLE, CHECK, COMPLETED, CONNECTOR, CROWDED, DECODE, FIXED, MATERIALISED, MODEL_LENGTH,
-    NEWEST, NOT_ADMITTED, NO_REASON, NO_SLOT, OUTGREW_POOL, OUTGROWN, PASS_FAILED, PASS_OK, POOL_TOO_SMALL,
+    ASK_VICTIM, BUDGET_TOO_SMALL, BY_SCORE, CALLABLE, CHECK, COMPLETED, CONNECTOR, CROWDED, DECODE, DEPENDENT, FIXED,
+    MATERIALISED, MODEL_LENGTH, NEWEST, NOT_ADMITTED, NO_REASON, NO_SLOT, OUTGREW_POOL, OUTGROWN, PARKED, PASS_FAILED,
+    PASS_OK, POOL_TOO_SMALL,
     PREEMPTED, PREFILL, REJECTED, RUNNING, SCORED, SIGNALLED, TO_COMPLETION, UNSTORED, WAITING, admission_t, coast_t, config_t,
     content_t, header_t, likely, pass_t, prefetch, pressure_t, rank_t, request_t, unlikely,
 )
@@ -39,12 +45,13 @@ cdef enum verdict:  # of scheduling one request
     BLOCKED = 1
     PREEMPTED_ITSELF = 2
     SCHEDULE_FAILED = 3
+    DEPENDS = 4  # with KVBM tiers: its blocks are on their way out
 
 cdef enum answer:  # of a policy's admission hook
     WAIT = 0
     ADMIT = 1
     REJECT = 2
-    SLEEP = 3   # with a host tier: the request waits for a transfer
+    SLEEP = 3   # with a lower tier: the request waits for a transfer
 
 
 # ---------------------------------------------------------------- entering and leaving
@@ -79,8 +86,11 @@ cdef int32_t paged_open(
         q.hashed = <int32_t>(num_input // c.block_size)
         if q.hashed > content.num_hashes:
             q.hashed = <int32_t>content.num_hashes
-    if unlikely(c.host):
-        host_open(r, slot)
+    if unlikely(c.offload):
+        if c.host:
+            host_open(r, slot)
+        else:
+            tiers_open(r, slot)
     return slot
 
 
@@ -98,6 +108,8 @@ cdef inline void finish(rank_t* r, int32_t slot) noexcept nogil:
 cdef inline void drop_waiting(rank_t* r, int32_t slot) noexcept nogil:
     if unlikely(r.requests[slot].host & CONNECTOR):
         host_drop(r, slot)
+    elif unlikely(r.requests[slot].host & PARKED):
+        tiers_drop(r, slot)
     else:
         waiting_remove(r, slot)
     row_release(r, slot)
@@ -200,6 +212,8 @@ cdef inline int64_t pick_victim(rank_t* r, int32_t slot) noexcept nogil:
     cdef int32_t victim
     if not r.config.may_preempt or r.header.num_running == 0:
         return -1
+    if unlikely(r.config.tiers):
+        return pick_independent(r, slot)
     if r.config.victim == NEWEST:
         return r.header.num_running - 1
     if r.config.victim == ASK_VICTIM:
@@ -208,6 +222,21 @@ cdef inline int64_t pick_victim(rank_t* r, int32_t slot) noexcept nogil:
             return victim
         return running_index(r, victim)
     return 0
+
+
+cdef int64_t pick_independent(rank_t* r, int32_t slot) noexcept nogil:
+    """As `pick_victim`; with KVBM tiers requests that depend on an offload are passed over."""
+    cdef int32_t victim
+    cdef int64_t i
+    cdef int64_t n = r.header.num_running
+    if r.config.victim == ASK_VICTIM:
+        victim = r.ask_victim(r, slot)
+        return victim if victim < 0 else running_index(r, victim)
+    for i in range(n):
+        victim = r.running[n - 1 - i if r.config.victim == NEWEST else i]
+        if not tiers_depend(r, victim):
+            return n - 1 - i if r.config.victim == NEWEST else i
+    return -1
 
 
 cdef void preempt(rank_t* r, int64_t index) noexcept nogil:
@@ -287,9 +316,10 @@ cdef inline bint coasts(const config_t* c) noexcept nogil:
     """Whether decodes of this engine are ever plain.
 
     Not with drafts, nor where samples take their blocks as they are emitted, nor for a policy that looks at all rows
-    when it picks a victim.
+    when it picks a victim; nor with KVBM tiers, which let requests wait while they run.
     """
-    return c.nextn == 0 and not c.eager_samples and c.victim != ASK_VICTIM and not c.ask_admission and not c.ask_order
+    return (c.nextn == 0 and not c.eager_samples and c.victim != ASK_VICTIM and not c.ask_admission and not c.ask_order
+            and not c.tiers)
 
 
 cdef inline int64_t settle_row(rank_t* r, int32_t slot) noexcept nogil:
@@ -509,6 +539,8 @@ cdef int schedule(rank_t* r, int32_t slot, bint from_waiting, int64_t cached_blo
         # What a load has brought is owned already.
         found = cached_blocks if q.computed == 0 and owned == 0 else 0
         while not lease_grow(r, slot, after, found):
+            if unlikely(tiers_refused(r, slot)):
+                return DEPENDS
             index = pick_victim(r, slot)
             if index == -2:
                 return SCHEDULE_FAILED
@@ -602,12 +634,15 @@ cdef int schedule_running(rank_t* r) noexcept nogil:
             moments_add(&p.decode, length)
             index += 1
             continue
+        if unlikely(q.host & DEPENDENT) and tiers_depend(r, slot):
+            index += 1
+            continue
         cached = 0
         if q.computed == 0 and q.n_blocks == 0:
             adjusted_cost(r, slot, &cached, &active)
         result = schedule(r, slot, False, cached)
         h = r.header
-        if result == SCHEDULED:
+        if result == SCHEDULED or result == DEPENDS:
             index += 1
         elif result == SCHEDULE_FAILED:
             return PASS_FAILED
@@ -698,6 +733,29 @@ cdef int host_gate(rank_t* r, int32_t slot, int64_t* cached, int64_t* needed) no
     return decision
 
 
+cdef int tiers_gate(rank_t* r, int32_t slot, int64_t* cached, int64_t* needed) noexcept nogil:
+    """As `gate`; who is let in and finds blocks of its prompt below is parked until they have come."""
+    cdef const request_t* q
+    cdef int64_t active
+    cdef int64_t base
+    cdef int decision
+    if tiers_depend(r, slot):
+        needed[0] = 0
+        return WAIT
+    prefix_cost(r, slot, cached, &active)
+    base = cached[0]
+    recompute(r, slot, cached, &active)
+    decision = gate(r, slot, active, needed)
+    q = &r.requests[slot]
+    if decision != ADMIT or q.status != WAITING or base >= q.hashed:
+        return decision
+    decision = tiers_swap(r, slot, base)
+    if decision == SWAP_BLOCKED:
+        tiers_refused(r, slot)
+        return WAIT
+    return SLEEP if decision == SWAP_PARKED else ADMIT
+
+
 cdef int schedule_waiting(rank_t* r) noexcept nogil:
     """Admissions in queue order; a blocked head blocks all behind it (spec/vllm.md section 4.3).
 
@@ -730,9 +788,13 @@ cdef int schedule_waiting(rank_t* r) noexcept nogil:
             if c.max_model_len > 0 and r.requests[slot].num_input >= c.max_model_len:
                 reject(r, slot, MODEL_LENGTH, r.requests[slot].num_input)
                 continue
-            if unlikely(c.host):
-                decision = host_gate(r, slot, &cached, &needed)
+            if unlikely(c.offload):
+                if c.host:
+                    decision = host_gate(r, slot, &cached, &needed)
+                else:
+                    decision = tiers_gate(r, slot, &cached, &needed)
                 h = r.header
+                c = r.config
                 if decision == SLEEP:
                     continue
             else:
@@ -768,7 +830,7 @@ cdef int schedule_waiting(rank_t* r) noexcept nogil:
         a.id_lo = r.requests[slot].id_lo
         a.slot = slot
         a.reused = r.requests[slot].reused
-        a.device = <int32_t>host_admitted(r, slot) if unlikely(c.host) else -1
+        a.device = <int32_t>host_admitted(r, slot) if unlikely(c.offload) else -1
         if r.requests[slot].sched_total == 0 and p.budget == 0:
             break
     return PASS_OK
@@ -803,6 +865,8 @@ cdef void collect_ready(rank_t* r) noexcept nogil:
         ended = True
     if ended:
         sweep(r)
+    if unlikely(r.config.tiers):
+        tiers_ready(r)
 
 
 cdef int reserve_bursts(rank_t* r) noexcept nogil:
@@ -821,6 +885,12 @@ cdef int reserve_bursts(rank_t* r) noexcept nogil:
             total += blocks_of(r, q.length + burst_of(r, q)) - blocks_of(r, q.length)
         if pool_make_room(r, total, 0):
             r.header.num_reserved = total
+            return PASS_OK
+        if unlikely(r.p.offloading):
+            for i in range(r.p.num_ready):
+                r.p.offloading = 1
+                tiers_refused(r, r.ready[i])
+            r.p.num_ready = 0
             return PASS_OK
         index = pick_victim(r, r.ready[0])
         if index == -2:
@@ -855,6 +925,27 @@ cdef int predict_decode(rank_t* r) noexcept nogil:
         r, count, pool_active(r) * c.block_size if c.decode_from_blocks else tokens, tokens // count, &p.decode_ms)
 
 
+cdef void offload_begin(rank_t* r) noexcept nogil:
+    """A pass of a rank with a lower tier starts."""
+    if r.config.host:
+        host_begin(r)
+        return
+    tiers_tick(r, r.p.start_ms)
+    # So that `paged_schedule` asks `stall_end`, and nobody else has to.
+    r.p.not_before_ms = INFINITY
+
+
+cdef double stall_end(const rank_t* r, double start_ms) noexcept nogil:
+    """End of a pass of a rank with KVBM tiers: one without duration lasts until the next transfer ends."""
+    cdef double end_ms = (start_ms + r.p.prefill_ms) + r.p.decode_ms
+    cdef double deadline
+    if end_ms <= start_ms:
+        deadline = tiers_deadline(r)
+        if deadline < INFINITY and deadline > end_ms:
+            return deadline
+    return end_ms
+
+
 cdef int paged_schedule(rank_t* r, double now_ms) noexcept nogil:
     """All of a pass but its tokens: after this `r.p.end_ms` is known.
 
@@ -863,8 +954,8 @@ cdef int paged_schedule(rank_t* r, double now_ms) noexcept nogil:
     cdef pass_t* p = &r.p
     cdef int64_t count
     pass_open(r, now_ms)
-    if unlikely(r.config.host):
-        host_begin(r)
+    if unlikely(r.config.offload):
+        offload_begin(r)
     if schedule_running(r) != PASS_OK or schedule_waiting(r) != PASS_OK:
         return PASS_FAILED
     if unlikely(r.config.host):
@@ -878,6 +969,14 @@ cdef int paged_schedule(rank_t* r, double now_ms) noexcept nogil:
     if p.num_ready + p.coasting > 0 and predict_decode(r) < 0:
         return PASS_FAILED
     if unlikely(p.not_before_ms > now_ms):
+        if r.config.tiers:
+            if r.config.eager_samples and r.config.nextn == 0:
+                # Blocks for tokens may be on their way out, too, which decides when the pass ends.
+                emit_eager(r)
+                p.emitted = 1
+            p.end_ms = stall_end(r, now_ms)
+            return PASS_OK
+        r.host.fence_wait_ms += p.not_before_ms - now_ms
         now_ms = p.not_before_ms
     p.end_ms = (now_ms + p.prefill_ms) + p.decode_ms
     return PASS_OK
@@ -917,7 +1016,7 @@ cdef void emit_eager(rank_t* r) noexcept nogil:
         grown = False
         while r.requests[slot].status == RUNNING:
             grown = lease_grow(r, slot, r.requests[slot].length + 1, 0)
-            if grown:
+            if grown or tiers_refused(r, slot):
                 break
             index = pick_victim(r, slot)
             if index < 0:
@@ -986,7 +1085,8 @@ cdef void paged_emit(rank_t* r) noexcept nogil:
     if r.config.nextn > 0:
         emit_bursts(r)
     elif r.config.eager_samples:
-        emit_eager(r)
+        if not p.emitted:
+            emit_eager(r)
     else:
         emit_plain(r)
     for i in range(p.num_ready):

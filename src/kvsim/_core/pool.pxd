@@ -154,6 +154,8 @@ cdef inline void pool_evict(rank_t* r, int64_t count) noexcept nogil:
 cdef inline bint pool_make_room(rank_t* r, int64_t fresh, int64_t held) noexcept nogil:
     """Have `fresh` empty blocks ready, evicting if need be; false and nothing changed if there are not enough.
 
+    With KVBM tiers evicted blocks may be on their way out: false, too, but `pass_t.offloading` is set.
+
     `held` inactive blocks are about to be used and may not be counted as evictable.
     """
     cdef int64_t missing = fresh - (r.header.num_free - r.header.num_reserved)
@@ -161,5 +163,7 @@ cdef inline bint pool_make_room(rank_t* r, int64_t fresh, int64_t held) noexcept
         return True
     if missing > r.header.num_inactive - held:
         return False
+    if unlikely(r.config.tiers):
+        return r.make_room(r, fresh, 0)
     pool_evict(r, missing)
     return True

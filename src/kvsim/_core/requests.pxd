@@ -71,7 +71,7 @@ cdef inline void row_release(rank_t* r, int32_t slot) noexcept nogil:
     id_remove(r, slot)
     if unlikely(r.requests[slot].flags & HANDOFF):
         memset(&r.handoffs[slot], 0, sizeof(handoff_t))
-    if unlikely(r.config.host):
+    if unlikely(r.config.offload):
         memset(&r.offloads[slot], 0, sizeof(offload_t))
     memset(&r.requests[slot], 0, sizeof(request_t))
     r.requests[slot].next = r.header.free_request

@@ -115,7 +115,8 @@ cdef inline void count_pass(rank_t* r) noexcept nogil:
     """Count the pass; one that changed nothing leaves no trace."""
     cdef header_t* h = r.header
     if not progressed(r):
-        h.effect_free = 1
+        # With KVBM tiers it may have let time pass, or shown what had ended.
+        h.effect_free = not (r.config.tiers and (r.p.ticked or r.p.end_ms > r.p.start_ms))
         return
     h.effect_free = 0
     h.passes += 1

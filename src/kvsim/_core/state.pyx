@@ -39,14 +39,15 @@ from kvsim._core.radix cimport (
 from kvsim._core.requests cimport id_find, id_insert, waiting_link, waiting_remove
 from kvsim._core.rng cimport rng_seed
 from kvsim._core.signals cimport progressed
+from kvsim._core.tiers cimport tier_find, tier_put, tiers_depend, tiers_make_room, tiers_reindex, tiers_reset, tiers_tick
 from kvsim._core.timing cimport kvsim_modelled_ms
 from kvsim._core.types cimport (
-    DESTINATION_PENDING, GROW_EVENT_BLOCKS, GROW_EVENTS, GROW_HOST_ENTRIES, GROW_NODES, GROW_OFFLOAD_BLOCKS,
-    GROW_OFFLOAD_EVENTS, GROW_PRESSURES, GROW_REQUESTS, GROW_RUNS, GROW_SIGNALS, GROW_TABLES, GROW_TRANSFER_BLOCKS,
-    GROW_TRANSFERS, NO_BLOCK, NO_ROLE, NO_SLOT, PASS_OK, RADIX, admission_t, block_t, config_t, content_t, copy_t,
+    DESTINATION_PENDING, G1_TO_G2, G2, GROW_EVENT_BLOCKS, GROW_EVENTS, GROW_HOST_ENTRIES, GROW_NODES,
+    GROW_OFFLOAD_BLOCKS, GROW_OFFLOAD_EVENTS, GROW_PRESSURES, GROW_REQUESTS, GROW_RUNS, GROW_SIGNALS, GROW_TABLES, GROW_TIER_BLOCKS,
+    GROW_TIER_ENTRIES, GROW_TIER_JOBS, GROW_TRANSFER_BLOCKS, GROW_TRANSFERS, NO_BLOCK, NO_ROLE, NO_SLOT, PASS_OK, RADIX, admission_t, block_t, config_t, content_t, copy_t,
     event_block_t, event_t, handoff_t, header_t, host_entry_t, host_t, lease_t, node_t, offload_block_t,
-    offload_event_t, offload_t, pressure_t, profile_t, radix_t, rank_t, request_t, run_t, signal_t,
-    transfer_block_t, transfer_t,
+    offload_event_t, offload_t, origin_t, pressure_t, profile_t, radix_t, rank_t, request_t, run_t, signal_t,
+    tier_block_t, tier_entry_t, tier_job_t, tiers_t, transfer_block_t, transfer_t,
 )
 from kvsim._core.xxh3 cimport xxh3_64
 
@@ -83,6 +84,12 @@ _SECTIONS = {
     "sources": np.dtype("<i4"),
     "offload_events": layout.OFFLOAD_EVENT,
     "offload_blocks": layout.OFFLOAD_BLOCK,
+    "tiers": layout.TIERS,
+    "tier_entries": layout.TIER_ENTRY,
+    "tier_index": np.dtype("<i4"),
+    "tier_jobs": layout.TIER_JOB,
+    "tier_blocks": layout.TIER_BLOCK,
+    "origins": layout.ORIGIN,
 }
 
 #: Sections that only the paged engines use, and only the radix engine: the others hold one row of them.
@@ -94,6 +101,9 @@ _HOST_SECTIONS = (
     "host", "host_entries", "host_index", "transfers", "transfer_blocks", "offloads", "sources", "offload_events",
     "offload_blocks",
 )
+
+#: Sections of the KVBM tiers, which use `offloads` too.
+_TIER_SECTIONS = ("tiers", "tier_entries", "tier_index", "tier_jobs", "tier_blocks", "origins")
 
 
 cdef int64_t power_of_two(int64_t n) noexcept:
@@ -172,25 +182,28 @@ cdef class RankState:
         self.r.ask_admission = admission_by_policy
         self.r.ask_order = order_by_policy
         self.r.score = score_by_policy
+        self.r.make_room = tiers_make_room
+        self.r.deep = &self.r
         self._outgrown = []
 
-    def __init__(self, config, seed, policy=None, timing=None, profile=None):
+    def __init__(self, config, seed, policy=None, timing=None, profile=None, int64_t requests=64):
         cdef int64_t blocks = config["num_blocks"][0]
         cdef bint radix = config["engine"][0] == RADIX
         self._policy = policy
         self._timing = timing
         self._set_profile(profile)
-        # A table that grows moves the whole arena; what is not touched costs no memory.
-        rows = power_of_two(max(64, min(256, int(config["max_running"][0]))))
+        requests = power_of_two(max(64, requests))
+        # The spans of block tables are powers of two, and prefixes stand in several.
         sizes = {
-            "config": 1, "header": 1, "running": rows, "requests": rows, "handoffs": rows, "ids": 2 * rows,
-            "free_stack": blocks,
+            "config": 1, "header": 1, "running": requests, "requests": requests, "handoffs": requests,
+            "ids": 2 * requests, "free_stack": blocks,
             "blocks": blocks, "copies": blocks if config["caching"][0] else 1,
             "heads": power_of_two(blocks) if config["caching"][0] else 1,
             "inactive": power_of_two(2 * blocks) if config["caching"][0] else 1,
-            "tables": power_of_two(max(4096, 2 * blocks)), "events": 64 if config["emit_events"][0] else 1,
+            "tables": 4096 if requests == 64 else power_of_two(max(4096, 2 * blocks)), "events": 64 if config["emit_events"][0] else 1,
             "event_blocks": 256 if config["emit_events"][0] else 1,
-            "radix": 1, "leases": rows, "nodes": 64, "node_index": 128, "evict_heap": 64, "runs": power_of_two(max(1024, min(blocks // 2, 1 << 20))),
+            "radix": 1, "leases": requests, "nodes": requests, "node_index": 2 * requests, "evict_heap": requests,
+            "runs": power_of_two(max(1024, min(blocks // 2, 1 << 20))),
         }
         for name in _PAGED_SECTIONS if radix else _RADIX_SECTIONS:
             sizes[name] = 1
@@ -199,11 +212,18 @@ cdef class RankState:
             entries = power_of_two(min(int(config["host_blocks"][0]), 1024))
             sizes.update({
                 "host_entries": entries, "host_index": 2 * entries, "transfers": 64, "transfer_blocks": 1024,
-                "offloads": rows, "sources": blocks, "offload_events": 64, "offload_blocks": 1024,
+                "offloads": requests, "sources": blocks, "offload_events": 64, "offload_blocks": 1024,
+            })
+        sizes.update(dict.fromkeys(_TIER_SECTIONS, 1))
+        if config["tiers"][0]:
+            entries = power_of_two(min(int(config["tier_blocks"][0][0]), 1024))
+            sizes.update({
+                "tier_entries": entries, "tier_index": 2 * entries, "tier_jobs": 64, "tier_blocks": 1024, "offloads": requests,
+                "origins": blocks if config["emit_events"][0] else 1,
             })
         self.arena = np.zeros(self._plan(sizes), np.uint8)
         self._bind_arena()
-        self._alloc_scratch(rows)
+        self._alloc_scratch(requests)
         memcpy(self.r.config, address(np.ascontiguousarray(config)), sizeof(config_t))
         self._alloc_wheel()
         self._reset(<uint64_t>seed)
@@ -255,6 +275,16 @@ cdef class RankState:
         r.sources = <int32_t*>(base + <int64_t>o["sources"][0])
         r.offload_events = <offload_event_t*>(base + <int64_t>o["offload_events"][0])
         r.offload_blocks = <offload_block_t*>(base + <int64_t>o["offload_blocks"][0])
+        r.tiers = <tiers_t*>(base + <int64_t>o["tiers"][0])
+        r.tier_entries = <tier_entry_t*>(base + <int64_t>o["tier_entries"][0])
+        r.tier_index = <int32_t*>(base + <int64_t>o["tier_index"][0])
+        r.tier_jobs = <tier_job_t*>(base + <int64_t>o["tier_jobs"][0])
+        r.tier_blocks = <tier_block_t*>(base + <int64_t>o["tier_blocks"][0])
+        r.origins = <origin_t*>(base + <int64_t>o["origins"][0])
+        r.cap_tier_entries = o["tier_entries"][1]
+        r.mask_tiers = <int64_t>o["tier_index"][1] - 1
+        r.cap_tier_jobs = o["tier_jobs"][1]
+        r.cap_tier_blocks = o["tier_blocks"][1]
         r.cap_host_entries = o["host_entries"][1]
         r.mask_host = <int64_t>o["host_index"][1] - 1
         r.cap_transfers = o["transfers"][1]
@@ -342,6 +372,7 @@ cdef class RankState:
         for i in range(r.mask_inactive + 1 if r.config.engine != RADIX else 0):
             r.inactive[i] = NO_BLOCK
         host_reset(r)
+        tiers_reset(r)
         r.header.waiting_head = NO_SLOT
         r.header.waiting_tail = NO_SLOT
         r.header.free_request = NO_SLOT
@@ -379,7 +410,7 @@ cdef class RankState:
             sizes["ids"] = 2 * sizes["requests"]
             if r.config.engine == RADIX:
                 sizes["leases"] = sizes["requests"]
-            if r.config.host:
+            if r.config.offload:
                 sizes["offloads"] = sizes["requests"]
         elif what == GROW_NODES:
             sizes["nodes"] = sizes["evict_heap"] = power_of_two(need)
@@ -387,10 +418,14 @@ cdef class RankState:
         elif what == GROW_HOST_ENTRIES:
             sizes["host_entries"] = power_of_two(need)
             sizes["host_index"] = 2 * sizes["host_entries"]
+        elif what == GROW_TIER_ENTRIES:
+            sizes["tier_entries"] = power_of_two(need)
+            sizes["tier_index"] = 2 * sizes["tier_entries"]
         else:
             sizes[{GROW_TABLES: "tables", GROW_EVENTS: "events", GROW_EVENT_BLOCKS: "event_blocks",
                    GROW_RUNS: "runs", GROW_TRANSFERS: "transfers", GROW_TRANSFER_BLOCKS: "transfer_blocks",
-                   GROW_OFFLOAD_EVENTS: "offload_events", GROW_OFFLOAD_BLOCKS: "offload_blocks"}[what]] = power_of_two(need)
+                   GROW_OFFLOAD_EVENTS: "offload_events", GROW_OFFLOAD_BLOCKS: "offload_blocks",
+                   GROW_TIER_JOBS: "tier_jobs", GROW_TIER_BLOCKS: "tier_blocks"}[what]] = power_of_two(need)
         old, old_offsets, used = self.arena, self._offsets, self._rows()
         total = self._plan(sizes)
         self.arena = np.zeros(total, np.uint8)
@@ -409,6 +444,8 @@ cdef class RankState:
             radix_reindex(r)
         elif what == GROW_HOST_ENTRIES:
             host_reindex(r)
+        elif what == GROW_TIER_ENTRIES:
+            tiers_reindex(r)
         return 0
 
     def _set_profile(self, profile):
@@ -468,11 +505,15 @@ cdef class RankState:
             order = self._policy.victims(self.running_rows())
             if order is None or len(order) == 0:
                 return -1
-            index = int(order[0])
-            if not 0 <= index < self.r.header.num_running:
-                raise IndexError(
-                    f"victims() must return positions 0 <= i < {self.r.header.num_running} of its argument, got {index}")
-            return self.r.running[index]
+            for position in order:
+                index = int(position)
+                if not 0 <= index < self.r.header.num_running:
+                    raise IndexError(
+                        f"victims() must return positions 0 <= i < {self.r.header.num_running} of its argument, got {index}")
+                # With KVBM tiers: what waits for blocks on their way out is no victim.
+                if not tiers_depend(&self.r, self.r.running[index]):
+                    return self.r.running[index]
+            return -1
         except BaseException as error:
             self.error = error
             return -2
@@ -653,6 +694,48 @@ cdef class RankState:
         """Settle transfers that are due; not while a pass is in flight."""
         self._outgrown.clear()
         engine_internal_work(&self.r, now_ms)
+
+    def transport(self, double now_ms):
+        """Let the transfers of the KVBM tiers go on to `now_ms`, also while a pass is in flight."""
+        self._outgrown.clear()
+        tiers_tick(&self.r, now_ms)
+
+    def depends(self, int32_t slot):
+        """Whether a request waits for an offload."""
+        return bool(tiers_depend(&self.r, slot))
+
+    def offload_deadline(self):
+        """When the next offload from the device ends, ms; infinity if none is on the link."""
+        return self.r.tiers.link_next_ms[G1_TO_G2]
+
+    def tier_find(self, int32_t tier, uint64_t block_hash):
+        """Row of a block in `tier_entries`, of its own G2 or of the G3 and G4 it uses, -1 if it is not in that tier."""
+        return tier_find(&self.r if tier == G2 else self.r.deep, tier, block_hash)
+
+    def deep(self):
+        """The state whose tables hold G3, G4 and their links: this one, unless it shares them."""
+        return <RankState>self.r.deep.owner
+
+    @property
+    def sharer(self):
+        """Number of this rank among those that share G3 and G4."""
+        return self.r.sharer
+
+    def tier_put(self, int32_t tier, block_hashes):
+        """Blocks appear in a tier, oldest first, for tests and benchmarks."""
+        cdef uint64_t block_hash
+        self._outgrown.clear()
+        for block_hash in block_hashes:
+            tier_put(&self.r if tier == G2 else self.r.deep, tier, block_hash)
+
+    def parked_slots(self):
+        """Row numbers of the parked requests, in order of parking."""
+        cdef int32_t slot = self.r.tiers.parked_head
+        slots = []
+        while slot != NO_SLOT:
+            slots.append(slot)
+            slot = self.r.requests[slot].next
+        return np.array(slots, np.int64)
 
     def boundary(self, double end_ms):
         """A pass ends: settle what is due, put prepared stores on the link."""
@@ -901,6 +984,14 @@ cdef class RankState:
                 "offloads": h.high_water, "sources": self.r.config.num_blocks,
                 "offload_events": self.r.host.num_events, "offload_blocks": self.r.host.num_event_blocks,
             })
+        used.update(dict.fromkeys(_TIER_SECTIONS, 0))
+        used["tiers"] = 1
+        if self.r.config.tiers:
+            used.update({
+                "offloads": h.high_water, "tier_entries": self.r.tiers.entries_used, "tier_index": self.r.mask_tiers + 1,
+                "tier_jobs": self.r.tiers.jobs_used, "tier_blocks": self.r.tiers.blocks_used,
+                "origins": self.r.config.num_blocks if self.r.config.emit_events else 0,
+            })
         if self.r.config.engine == RADIX:
             used.update({
                 "radix": 1, "leases": h.high_water, "nodes": self.r.radix.num_nodes, "runs": self.r.radix.runs_used,
@@ -1067,6 +1158,8 @@ cdef class RankState:
             names += ["free_stack", "inactive", "blocks", "tables"] + (["copies", "heads"] if self.r.config.caching else [])
         if self.r.config.host:
             names += [name for name in _HOST_SECTIONS if name != "host_index"]
+        if self.r.config.tiers:
+            names += ["offloads"] + [name for name in _TIER_SECTIONS if name != "tier_index"]
         for name in names:
             data = self.view(name).view(np.uint8)
             if len(data):
@@ -1116,6 +1209,11 @@ def check_layout():
     cdef offload_t offload
     cdef offload_event_t offload_event
     cdef offload_block_t offload_block
+    cdef tiers_t tiers
+    cdef tier_entry_t tier_entry
+    cdef tier_job_t tier_job
+    cdef tier_block_t tier_block
+    cdef origin_t origin
     sizes = {
         "CONFIG": sizeof(config_t), "HEADER": sizeof(header_t), "REQUEST": sizeof(request_t),
         "HANDOFF": sizeof(handoff_t), "BLOCK": sizeof(block_t), "COPY": sizeof(copy_t), "EVENT": sizeof(event_t), "EVENT_BLOCK": sizeof(event_block_t),
@@ -1124,6 +1222,8 @@ def check_layout():
         "HOST": sizeof(host_t), "HOST_ENTRY": sizeof(host_entry_t), "TRANSFER": sizeof(transfer_t),
         "TRANSFER_BLOCK": sizeof(transfer_block_t), "OFFLOAD": sizeof(offload_t),
         "OFFLOAD_EVENT": sizeof(offload_event_t), "OFFLOAD_BLOCK": sizeof(offload_block_t),
+        "TIERS": sizeof(tiers_t), "TIER_ENTRY": sizeof(tier_entry_t), "TIER_JOB": sizeof(tier_job_t),
+        "TIER_BLOCK": sizeof(tier_block_t), "ORIGIN": sizeof(origin_t),
     }
     for name, size in sizes.items():
         dtype = getattr(layout, name)
@@ -1191,6 +1291,21 @@ def check_layout():
         elif name == "OFFLOAD_BLOCK":
             memcpy(&offload_block, data, size)
             fields = offload_block
+        elif name == "TIERS":
+            memcpy(&tiers, data, size)
+            fields = tiers
+        elif name == "TIER_ENTRY":
+            memcpy(&tier_entry, data, size)
+            fields = tier_entry
+        elif name == "TIER_JOB":
+            memcpy(&tier_job, data, size)
+            fields = tier_job
+        elif name == "TIER_BLOCK":
+            memcpy(&tier_block, data, size)
+            fields = tier_block
+        elif name == "ORIGIN":
+            memcpy(&origin, data, size)
+            fields = origin
         elif name == "ADMISSION":
             memcpy(&admission, data, size)
             fields = admission

@@ -66,6 +66,8 @@ cdef enum block_flag:  # layout.BlockFlag
 cdef enum host_flag:
     CONNECTOR = 1  # waits in the queue of those that look at transfers
     UNSTORED = 2   # has complete prompt blocks that the host was not asked to take
+    DEPENDENT = 4  # KVBM tiers: waits until evicted blocks have left the device
+    PARKED = 8     # KVBM tiers: its blocks are being loaded, it is in no queue
 
 cdef enum handoff_role:
     NO_ROLE = 0
@@ -123,6 +125,35 @@ cdef enum transfer_kind:
     STORE = 1      # device to host
     LOAD = 2       # host to device
 
+cdef enum:
+    NUM_TIERS = 3  # below the device: G2, G3, G4
+    NUM_LINKS = 6
+
+cdef enum:  # layout.Tier
+    G2 = 0
+    G3 = 1
+    G4 = 2
+
+cdef enum:  # layout.TierLink; those of G3 and G4 may be shared by several ranks
+    G1_TO_G2 = 0
+    G2_TO_G1 = 1
+    G2_TO_G3 = 2
+    G3_TO_G2 = 3
+    G2_TO_G4 = 4
+    G4_TO_G2 = 5
+
+cdef enum tier_state:
+    ARRIVING = 0   # it has its room, its transfer waits or is on a link
+    RESIDENT = 1
+
+cdef enum job_kind:
+    NO_JOB = 0
+    OFFLOAD_JOB = 1  # what one allocation evicted; its blocks are those that need no transfer
+    BATCH_JOB = 2    # a part of an offload on its way to G2
+    SWAP_JOB = 3     # blocks on their way back to the device, for a parked request
+    STAGE_JOB = 4    # the part of a swap that comes from G3 or G4, on its way to G2
+    COPY_JOB = 5     # blocks of G2 copied on to G3 or G4
+
 cdef enum offload_event_kind:  # layout.OffloadEventKind
     STORE_PREPARED = 0
     STORE_BLOCK_MAPPINGS = 1
@@ -169,6 +200,9 @@ cdef enum growable:  # what `rank_t.grow` is asked to enlarge
     GROW_TRANSFER_BLOCKS = 10
     GROW_OFFLOAD_EVENTS = 11
     GROW_OFFLOAD_BLOCKS = 12
+    GROW_TIER_ENTRIES = 13
+    GROW_TIER_JOBS = 14
+    GROW_TIER_BLOCKS = 15
 
 cdef enum pass_status:
     PASS_OK = 0
@@ -210,10 +244,15 @@ cdef struct config_t:  # constants of the rank; one row
     int32_t legacy                # radix: generation `dynamo-1.3`
     int32_t keeps_place           # paged: an activated destination waits where it came, else at the end
     int32_t host                  # paged: finished prompt blocks are written through to host memory
+    int32_t offload               # paged: there is some lower tier, of either design
+    int32_t tiers                 # paged: evicted blocks go to the KVBM tiers
     int64_t host_blocks           # blocks that fit there
     uint64_t block_bytes          # bytes that a transfer moves per block
     double store_rate             # bytes per ms towards the host, 0: instantaneous
     double load_rate              # and back
+    int64_t tier_blocks[NUM_TIERS]    # KVBM tiers: blocks that fit into G2, G3 and G4, 0: there is no such tier
+    int64_t offload_batch         # blocks of a transfer, and transfers at a time
+    double link_rates[NUM_LINKS]  # bytes per ms, 0: instantaneous
     int64_t max_prefill           # radix: computed prompt tokens per pass
     int64_t chunk                 # radix: chunk budget per pass
     int64_t clip                  # radix: output tokens reserved at most
@@ -258,7 +297,7 @@ cdef struct header_t:  # every scalar of the rank; one row
     int64_t expected_squares
     int64_t promised_blocks       # TO_COMPLETION: blocks for outputs of held and materialised destinations
     int64_t reserve_attempts
-    int64_t num_connector         # requests that wait in the connector queue, not in `num_waiting` ...
+    int64_t num_connector         # requests in the connector queue, or parked, not in `num_waiting` ...
     int64_t num_asleep            # ... and those of them that wait for a transfer
     int64_t num_transfers         # prepared or on a link
     int64_t duration_count        # Welford over pass durations
@@ -341,6 +380,13 @@ cdef struct host_t:  # host tier: its scalars; one row
     int64_t blocks_used           # bump pointer of the heap of transfer blocks
     int64_t num_events            # observations not drained
     int64_t num_event_blocks
+    int64_t stored_blocks         # blocks that completed stores have brought
+    int64_t loaded_blocks         # and completed loads
+    int64_t evicted_blocks
+    int64_t device_hit_tokens     # of either design: reused by first admissions, from the device
+    int64_t lower_hit_tokens      # and from below
+    double load_wait_ms           # summed over requests: from the decision to load to the end of the load
+    double fence_wait_ms          # summed over passes: that the computation waited for stores
     double store_tail_ms          # when the last transfer of each lane ends
     double load_tail_ms
     int32_t lru_head              # next victim
@@ -393,11 +439,11 @@ cdef struct transfer_block_t:  # 40 bytes
     int32_t block                 # store: the device block it reads
     int32_t unused
 
-cdef struct offload_t:  # what the host tier knows of a request, by request row; 40 bytes
+cdef struct offload_t:  # what the lower tiers know of a request, by request row; 40 bytes
     int64_t progress              # connector queue: asleep as long as `host_t.progress` is this
     int32_t next_store            # leading prompt blocks the host was asked to take, or has
     int32_t latest_store          # row of its newest store, NO_SLOT: none under way
-    int32_t load                  # row of its load, NO_SLOT: none under way
+    int32_t load                  # row of its load (tiers: of its swap job), NO_SLOT: none under way
     int32_t device_blocks         # leading blocks found on the device when its load was decided; -1: no load waits for admission
     int64_t looked                # `host_t.next_transfer` when all prompt blocks were looked up last, -1: never
     int32_t absent_from           # prompt blocks from this one on were not in the host then
@@ -417,6 +463,81 @@ cdef struct offload_event_t:  # an observation
 cdef struct offload_block_t:
     uint64_t hash
     int32_t index                 # position in the prompt
+    int32_t unused
+
+cdef struct tiers_t:  # KVBM tiers: their scalars; one row
+    int64_t next_job              # id of the next job
+    int64_t entries_used          # rows ever used
+    int64_t jobs_used
+    int64_t blocks_used           # bump pointer of the heap of job blocks
+    int64_t num_entries[NUM_TIERS]    # blocks that take room in each tier
+    int64_t num_evictable[NUM_TIERS]  # those of them that are resident and not pinned: those of the LRU list
+    int64_t num_offloads          # those that are not over
+    int64_t num_running[NUM_TIERS]    # batches on the links towards each tier, until their end was settled
+    int64_t num_quarantined       # device blocks that offloads hold
+    int64_t moved[NUM_LINKS]      # blocks carried by each link so far
+    int64_t evicted[NUM_TIERS]    # blocks that left each tier for others
+    double parked_ms              # summed over requests: from parking until its end was seen
+    double seen_ms                # until when that is counted
+    double clock_ms               # latest time that was looked at; nothing starts before it
+    double ended_ms               # first end that was not settled yet, infinity: none
+    double link_ms[NUM_LINKS]     # until when progress is accounted for
+    double link_next_ms[NUM_LINKS]    # when the next transfer of the link ends, infinity: none
+    int32_t link_head[NUM_LINKS]  # transfers, in order of their start
+    int32_t link_tail[NUM_LINKS]
+    int32_t lru_head[NUM_TIERS]   # next victim
+    int32_t lru_tail[NUM_TIERS]
+    int32_t wait_head[NUM_TIERS]  # batches that wait for their turn towards each tier
+    int32_t wait_tail[NUM_TIERS]
+    int32_t free_entry            # heads of the lists of unused rows
+    int32_t free_job
+    int32_t ended_head            # transfers that have ended and were not settled
+    int32_t ended_tail
+    int32_t done_head             # swaps whose blocks have come, in order of parking; empty between calls
+    int32_t done_tail
+    int32_t parked_head           # parked requests, in order of parking
+    int32_t parked_tail
+    int32_t span_free[TABLE_CLASSES]  # heads of the free spans of 2**k job blocks
+
+cdef struct tier_entry_t:  # a block in a lower tier; 48 bytes
+    uint64_t hash
+    uint64_t tokens_hash          # with KV events, else 0
+    uint64_t parent_hash
+    int32_t tier                  # layout.Tier, -1: row not in use
+    int32_t state                 # tier_state
+    int32_t pins                  # jobs that read it
+    int32_t flags                 # event_flag
+    int32_t prev                  # LRU list of its tier, oldest first
+    int32_t next                  # LRU list, or list of unused rows
+
+cdef struct tier_job_t:  # a transfer, or what leads several; 72 bytes
+    int64_t id
+    double remaining              # bytes left, while on a link
+    double ended_ms               # when it ended, until that is settled
+    int32_t first                 # span of the heap of job blocks, of 2**span_class rows
+    int32_t count                 # rows in use
+    int32_t kind                  # job_kind
+    int32_t link                  # layout.TierLink, -1: on none
+    int32_t slot                  # swap: row of the request, NO_SLOT: it was cancelled
+    int32_t rank                  # stage and copy: number of the rank it belongs to
+    int32_t parent                # batch: row of its offload; stage: of its swap
+    int32_t stages                # offload, swap: its batches or stages that have not ended
+    int32_t prefix                # swap: leading rows that are pinned blocks of the device
+    int32_t span_class
+    int32_t prev                  # its link, or its waiting list
+    int32_t next                  # or list of unused rows
+
+cdef struct tier_block_t:  # 24 bytes
+    uint64_t hash
+    int32_t entry                 # row of the block in G2; in a free span the next free span
+    int32_t below                 # row of the block in G3 or G4
+    int32_t block                 # device block that is read, written or pinned
+    int32_t unused
+
+cdef struct origin_t:  # what KV events tell of a device block, by block; 24 bytes
+    uint64_t tokens_hash
+    uint64_t parent_hash
+    int32_t flags                 # event_flag
     int32_t unused
 
 cdef struct lease_t:  # radix engine: what a request owns, by request row; 32 bytes
@@ -554,6 +675,9 @@ cdef struct pass_t:  # the pass being executed, scratch
     int32_t out_of_pool           # radix, 1.3: the pool refused what the budgets let pass
     int32_t deferrals             # host tier: requests that went to sleep
     int32_t connector             # host tier: first of the connector queue that was not looked at in this pass
+    int32_t offloading            # KVBM tiers: blocks were refused because they are on their way out
+    int32_t ticked                # KVBM tiers: transfers that ended when the pass began changed something visible
+    int32_t emitted               # KVBM tiers: the tokens are out already
 
 cdef struct coast_t:  # coast.pxd: the leading entries of `running` whose rows stand still
     int64_t count
@@ -662,6 +786,7 @@ cdef struct profile_t:  # an interpolated timing profile; read-only, owned by Py
 cdef struct rank_t  # below
 
 ctypedef int (*grow_fn)(rank_t*, int, int64_t) noexcept nogil
+ctypedef bint (*room_fn)(rank_t*, int64_t, int64_t) noexcept nogil
 ctypedef int (*predict_fn)(rank_t*, int, int64_t, int64_t, int64_t, int64_t, double*) noexcept nogil
 ctypedef int32_t (*ask_fn)(rank_t*, int32_t) noexcept nogil
 ctypedef double (*score_fn)(rank_t*, int32_t) noexcept nogil
@@ -696,6 +821,20 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int32_t* sources              # by block: row of the store that reads it, NO_SLOT: none
     offload_event_t* offload_events
     offload_block_t* offload_blocks
+    tiers_t* tiers                # KVBM tiers
+    tier_entry_t* tier_entries
+    int32_t* tier_index           # (tier, hash) -> entry, linear probing
+    tier_job_t* tier_jobs
+    tier_block_t* tier_blocks
+    origin_t* origins             # by block
+    rank_t* deep                  # KVBM tiers: the rank whose tables hold G3, G4 and their links; itself if not shared
+    rank_t** sharers              # those that share them, by number
+    int64_t num_sharers           # 0: not shared
+    int32_t sharer                # its number
+    int64_t cap_tier_entries
+    int64_t mask_tiers
+    int64_t cap_tier_jobs
+    int64_t cap_tier_blocks
     int64_t cap_host_entries
     int64_t mask_host
     int64_t cap_transfers
@@ -742,12 +881,13 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     int32_t want_signals          # fill token ids, not only ends
     int32_t want_firsts           # tell the first token of each request too
     int32_t want_offload          # keep observations of the host tier
-    double command_ms             # host tier: when the command under way is applied
+    double command_ms             # lower tiers: the time of the command, pass or boundary under way
     int32_t grouped               # has siblings: what depends on all of them is done by the driver
     coast_t coast
     pass_t p
     void* owner                   # RankState, for the callbacks
     grow_fn grow
+    room_fn make_room             # KVBM tiers: empty blocks by offloading inactive ones
     predict_fn predict            # CALLABLE timing
     ask_fn ask_victim
     ask_fn ask_admission

@@ -23,6 +23,7 @@ __all__ = [
     "Progress",
     "add_engine_options",
     "add_load_options",
+    "add_offload_options",
     "add_sla_options",
     "check_can_write",
     "check_readable",
@@ -194,6 +195,62 @@ def config_of(arguments: argparse.Namespace) -> EngineConfig:
     if arguments.config is not None:
         return load_config(arguments.config, overrides=overrides)
     return parse_config(apply_overrides({}, overrides))
+
+
+class _Sets(argparse.Action):
+    """An option that sets a field of the configuration, as ``--set`` does; the later one of both wins."""
+
+    def __init__(self, option_strings: list[str], dest: str, *, path: str, **options: Any) -> None:
+        super().__init__(option_strings, "overrides", **options)
+        self.path = path
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        value = True if self.nargs == 0 else values
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest), (self.path, value)])
+
+
+def add_offload_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of lower KV tiers; each sets a field of the configuration."""
+    tiers = parser.add_argument_group(
+        "lower KV tiers", "native host offload (--host-blocks) or KVBM tiers (--g2-blocks); both need --kv-cache-bytes"
+    )
+    host, kvbm = "native_host_offload", "kvbm_tiers"
+    for option, path, kind, metavar, text in (
+        ("--kv-cache-bytes", "kv_cache_bytes_per_token", positive_int, "N", "bytes of KV per token"),
+        (
+            "--host-blocks",
+            f"{host}.num_host_blocks",
+            positive_int,
+            "N",
+            "write finished prompt blocks through to so many",
+        ),
+        (
+            "--d2h-gbps",
+            f"{host}.d2h_bandwidth_gbps",
+            milliseconds,
+            "X",
+            "device to host, GB/s (32); 0 is instantaneous",
+        ),
+        (
+            "--h2d-gbps",
+            f"{host}.h2d_bandwidth_gbps",
+            milliseconds,
+            "X",
+            "host to device, GB/s (32); 0 is instantaneous",
+        ),
+        ("--g2-blocks", f"{kvbm}.num_g2_blocks", positive_int, "N", "keep what the device evicts in host memory"),
+        ("--g3-blocks", f"{kvbm}.num_g3_blocks", non_negative_int, "N", "copy it on to a disk of so many blocks"),
+    ):
+        tiers.add_argument(option, action=_Sets, path=path, type=kind, default=[], metavar=metavar, help=text)
+    tiers.add_argument(
+        "--g4", action=_Sets, path=f"{kvbm}.g4_storage", nargs=0, default=[], help="copy it on to an object store, too"
+    )
 
 
 def add_load_options(parser: argparse.ArgumentParser, strict: str) -> argparse._ArgumentGroup:

@@ -13,6 +13,7 @@ from kvsim.cli.options import (
     Progress,
     add_engine_options,
     add_load_options,
+    add_offload_options,
     add_sla_options,
     check_can_write,
     check_readable,
@@ -56,6 +57,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--example", action="store_true", help="run the built-in trace")
 
     add_engine_options(parser)
+    add_offload_options(parser)
     add_system_options(parser)
     load = add_load_options(parser, "refuse doubtful traces; exit 1 if a request is rejected, fails or never ends")
     load.add_argument("--seed", type=non_negative_int, default=0, metavar="N", help="seed of everything random (0)")

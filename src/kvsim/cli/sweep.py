@@ -13,6 +13,7 @@ from kvsim.cli.options import (
     Progress,
     add_engine_options,
     add_load_options,
+    add_offload_options,
     add_sla_options,
     check_can_write,
     check_readable,
@@ -134,6 +135,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     points.add_argument("--repeats", type=positive_int, default=1, metavar="N", help="runs of equal point and seed (1)")
 
     add_engine_options(parser)
+    add_offload_options(parser)
     add_load_options(parser, "refuse doubtful traces; exit 1 if any run failed")
     add_sla_options(parser)
 

@@ -84,6 +84,23 @@ _ALIASES = {
         )
     },
 }
+# Options that only the peer's older tiers have. With one of them, or under the older ruleset, G2 is a tier of its own
+# that takes what is evicted; else it is the host memory that finished blocks are written through to.
+_TIER_OPTIONS = {
+    "num_g3_blocks": "kvbm_tiers.num_g3_blocks",
+    "enable_g4_storage": "kvbm_tiers.g4_storage",
+    "offload_batch_size": "kvbm_tiers.offload_batch_size",
+    "bandwidth_g2_to_g3_gbps": "kvbm_tiers.g2_to_g3_gbps",
+    "bandwidth_g3_to_g2_gbps": "kvbm_tiers.g3_to_g2_gbps",
+    "bandwidth_g2_to_g4_gbps": "kvbm_tiers.g2_to_g4_gbps",
+    "bandwidth_g4_to_g2_gbps": "kvbm_tiers.g4_to_g2_gbps",
+}
+_TIER_ALIASES = {
+    "num_g2_blocks": "kvbm_tiers.num_g2_blocks",
+    "bandwidth_g1_to_g2_gbps": "kvbm_tiers.g1_to_g2_gbps",
+    "bandwidth_g2_to_g1_gbps": "kvbm_tiers.g2_to_g1_gbps",
+    **_TIER_OPTIONS,
+}
 #: Of a served engine: nothing listens in a simulation.
 _PORTS = ("zmq_kv_events_port", "zmq_replay_port", "bootstrap_port")
 #: What stands beside ``engine``.
@@ -528,10 +545,12 @@ def _from_flat(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     """Fields of the engine, and of its launch, out of the peer's flat arguments."""
     engine: dict[str, Any] = {}
     launch: dict[str, Any] = {}
+    older = values.get("ruleset") == "dynamo-1.3" or any(values.get(name) for name in _TIER_OPTIONS)
+    aliases = {**_ALIASES, **(_TIER_ALIASES if older else {})}
     for key, value in values.items():
-        if key in _PORTS or key in ("is_prefill", "is_decode"):
+        if key in _PORTS or key in ("is_prefill", "is_decode") or (key in _TIER_OPTIONS and not older):
             continue
-        path = _ALIASES.get(key, key)
+        path = aliases.get(key, key)
         if key == "planner_profile_data":
             value = None if value is None else {"type": "npz", "path": str(value)}
         if path in _LAUNCH_KEYS[1:]:
@@ -551,6 +570,9 @@ def _from_flat(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
             raise ConfigError(key, f"is given twice, as {path} too")
         target[field] = dict(value) if isinstance(value, Mapping) else value
     _old_words(engine)
+    if "kvbm_tiers" in engine and values.get("kv_bytes_per_token"):
+        # The older engine has one size for transfers of both kinds.
+        engine.setdefault("kv_cache_bytes_per_token", values["kv_bytes_per_token"])
     return engine, launch
 
 
@@ -560,6 +582,9 @@ def _old_words(engine: dict[str, Any]) -> None:
     if isinstance(offload, dict) and not offload.get("num_host_blocks"):
         # No blocks, no tier; its bandwidths alone say nothing.
         del engine["native_host_offload"]
+    tiers = engine.get("kvbm_tiers")
+    if isinstance(tiers, dict) and not tiers.get("num_g2_blocks"):
+        del engine["kvbm_tiers"]
     sglang = engine.get("sglang")
     if not isinstance(sglang, dict):
         return

@@ -21,6 +21,7 @@ from kvsim.contract import (
     CommandEffects,
     DestinationAccepted,
     ForwardPassMetrics,
+    InternalEffects,
     KvEvent,
     PassCompletionEffects,
     PendingPass,
@@ -427,6 +428,38 @@ class EngineComponent:
                 self.refresh(worker)
                 return completion
         return None
+
+    # ------------------------------------------------------------ lower tiers
+
+    def next_offload_deadline_ms(self) -> float | None:
+        """When the next transfer of a lower tier is over; those of native host offload only of idle workers."""
+        times = (rank.core.next_internal_deadline_ms() for rank in self._live_ranks() if self._ticks(rank))
+        return min((due for due in times if due is not None), default=None)
+
+    def tick_offload(self, now_ms: float) -> list[tuple[int, InternalEffects]]:
+        """Let transfers go on to `now_ms`: (rank id, what it brought) of ranks with something due, in order.
+
+        While a worker is busy, transfers of its KVBM tiers go on and let no
+        destination in; those of native host offload wait for the end of the pass.
+        """
+        self._health.check()
+        check_time("now_ms", now_ms)
+        shown = []
+        for rank in self._live_ranks():
+            due = rank.core.next_internal_deadline_ms()
+            if due is None or due > now_ms or not self._ticks(rank):
+                continue
+            with self._health.step(rank.dp_rank):
+                if rank.busy:
+                    effects = rank.core.tick_offload_transport_only(now_ms)
+                else:
+                    effects = rank.core.process_internal_work(now_ms, False)
+            shown.append((rank.rank_id, effects))
+            self.refresh(rank.worker_id)
+        return shown
+
+    def _ticks(self, rank: ComponentRank) -> bool:
+        return not rank.busy or self.config.tiers_attached is not None
 
     # ------------------------------------------------------------ scaling
 

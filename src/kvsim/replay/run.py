@@ -24,6 +24,8 @@ from kvsim.contract import HostOffloadEvent, RankIdentity
 from kvsim.errors import ConfigError
 from kvsim.layout import Pool, RequestStatus
 from kvsim.offload.observer import offload_events
+from kvsim.offload.tiers import has_tiers
+from kvsim.offload.totals import TransferTotals
 from kvsim.placement import KvRouterConfig, PlacedRequests, Placement, PoolInfo, RoundRobin, get_placement
 from kvsim.policies import Policy
 from kvsim.rank import SchedulerRank, content_tokens
@@ -163,6 +165,7 @@ class Run:
             # Only captured outputs show their ids.
             self._fleet.set_content(workload.specs, workload.planned if capture_outputs else None, source, int(kind))
         self.ranks: list[SchedulerRank] = []
+        expected = len(workload) if concurrency is None else min(len(workload), concurrency)
         self._pools = [
             RunPool(
                 kind,
@@ -170,7 +173,7 @@ class Run:
                 spec.dp_size,
                 WorkerPool(kind, spec.workers, startup_ms=spec.startup_ms, log=self.lifecycle),
                 self._placements[kind],
-                partial(_make_ranks, self.configs[kind], spec.dp_size, timing, policy),
+                partial(_make_ranks, self.configs[kind], spec.dp_size, timing, policy, expected),
                 self._fleet,
                 PlacedRequests(self.driver, self.configs[kind].tokens_per_block),
                 None if kind is Pool.DECODE else self._tokenization,
@@ -348,6 +351,7 @@ class Run:
             prefill_gpus_per_worker=front.dp_size if self._disaggregated else 0,
             decode_gpus_per_worker=back.dp_size,
             tokenized=self._tokenization is not None,
+            transfers=self._transfers(),
         )
         return ReplayResult(
             self.records,
@@ -369,6 +373,18 @@ class Run:
             dp_size=back.dp_size,
             prefill_dp_size=front.dp_size,
         )
+
+    def _transfers(self) -> TransferTotals | None:
+        """What lower KV tiers of all workers did, also of those that are gone; None if nobody has any."""
+        if not any(map(has_tiers, self.configs.values())):
+            return None
+        totals = TransferTotals()
+        for pool in self._pools:
+            if pool.transfers is not None:
+                totals.merge(pool.transfers)
+            for rank in pool.ranks.values():
+                totals.add(rank)
+        return totals
 
     def kv_events(self, worker: int = 0) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """KV events of a worker up to the end of the run: (layout.EVENT, layout.EVENT_BLOCK) rows."""
@@ -416,10 +432,12 @@ def _engine_config(spec: PoolSpec, kind: Pool, seed: int, events: bool) -> Engin
 
 
 def _make_ranks(
-    config: EngineConfig, dp_size: int, timing: Any, policy: Policy | str | None, worker: int
+    config: EngineConfig, dp_size: int, timing: Any, policy: Policy | str | None, requests: int, worker: int
 ) -> list[SchedulerRank]:
     return [
-        SchedulerRank(RankIdentity(worker, rank, dp_size), config, timing=timing, policy=policy)
+        SchedulerRank(
+            RankIdentity(worker, rank, dp_size), config, timing=timing, policy=policy, expected_requests=requests
+        )
         for rank in range(dp_size)
     ]
 

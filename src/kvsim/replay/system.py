@@ -26,6 +26,8 @@ from kvsim.contract import TransferTiming
 from kvsim.errors import PolicyError
 from kvsim.handoff import HandoffCommand
 from kvsim.layout import FailReason, Pool, RequestStatus
+from kvsim.offload.tiers import has_tiers
+from kvsim.offload.totals import TransferTotals
 from kvsim.placement import PlacedRequest, PlacedRequests, Placement, Released, RoundRobin, Route
 from kvsim.rank import SchedulerRank, request_content
 from kvsim.replay.coordinator import Action, Coordinator, Fact, Outcome, State, kernel_tables
@@ -95,6 +97,7 @@ class RunPool:
         "ranks",
         "requests",
         "tokenization",
+        "transfers",
         "workers",
     )
 
@@ -126,6 +129,8 @@ class RunPool:
         self.ranks: dict[int, SchedulerRank] = {}
         #: Counters of workers that are gone.
         self.gone = [0, 0, 0]
+        #: What lower KV tiers of workers that are gone did.
+        self.transfers = TransferTotals() if has_tiers(config) else None
         #: Ids of the workers that take requests.
         self.active = frozenset(workers.active_ids)
         #: Requests on their way to a worker through its tokenization pool, by fleet number.
@@ -157,7 +162,9 @@ class RunPool:
             gauges = self.fleet.gauges[rank]
             for k, column in enumerate((5, 6, 4)):
                 self.gone[k] += int(gauges[column])
-            del self.ranks[rank]
+            engine = self.ranks.pop(rank)
+            if self.transfers is not None:
+                self.transfers.add(engine)
         self.fleet.remove_worker(index)
         self.coming.pop(index, None)
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvsim.errors import ConfigError
 from kvsim.layout import RequestStatus
+from kvsim.offload.totals import TransferTotals
 from kvsim.report.gaps import GapHistogram
 
 __all__ = [
@@ -99,6 +100,8 @@ class RunTotals:
         Tensor parallel size times data parallel size.
     tokenized : bool
         Whether requests crossed a tokenization pool; records then show when they left it.
+    transfers : TransferTotals or None
+        What lower KV tiers did; None without any.
     """
 
     committed_prefill_tokens: int = 0
@@ -111,6 +114,7 @@ class RunTotals:
     prefill_gpus_per_worker: int = 0
     decode_gpus_per_worker: int = 1
     tokenized: bool = False
+    transfers: TransferTotals | None = None
 
 
 def distribution(values: npt.ArrayLike, weights: npt.ArrayLike | None = None) -> dict[str, float | None]:
@@ -230,9 +234,10 @@ def summarize(
     -------
     dict
         The keys of workloads-and-report.md section 5 without the three that
-        depend on real time (see `wall_rates`), and counts of how requests
-        ended. Plain Python ints, floats, bools and None; None is the statistic
-        of an empty sample.
+        depend on real time (see `wall_rates`), counts of how requests ended,
+        and with lower KV tiers what they did, as ``offload_`` keys. Plain
+        Python ints, floats, bools and None; None is the statistic of an empty
+        sample.
     """
     status = records["status"]
     done = records[(status == RequestStatus.COMPLETED) & ~np.isnan(records["first_admit_ms"])]
@@ -281,6 +286,8 @@ def summarize(
     ttst = _samples(done["second_token_ms"] - done["first_token_ms"])
     tpot = _samples(mean_gap_ms(done))
     e2e = _samples(end_to_end_ms(done, tokenless_e2e=tokenless_e2e))
+    if totals.transfers is not None:
+        summary |= totals.transfers.summary()
     summary["num_ttft_samples"] = int(ttft.shape[0])
     summary["num_tpot_samples"] = int(tpot.shape[0])
     summary["num_e2e_latency_samples"] = int(e2e.shape[0])

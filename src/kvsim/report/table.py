@@ -39,6 +39,19 @@ _GOODPUT = {
     "Goodput (output tokens/s)": "goodput_output_throughput_tok_s",
 }
 
+# Only with lower KV tiers.
+_OFFLOAD = {
+    "Reused tokens, device": "offload_device_hit_tokens",
+    "Reused tokens, lower tiers": "offload_lower_hit_tokens",
+    "Bytes, device to host": "offload_device_to_host_bytes",
+    "Bytes, host to device": "offload_host_to_device_bytes",
+    "Bytes, disk to host": "offload_disk_to_host_bytes",
+    "Bytes, object store to host": "offload_object_to_host_bytes",
+    "Blocks evicted, host": "offload_host_evicted_blocks",
+    "Waited for loads (ms)": "offload_load_wait_ms",
+    "Waited for stores (ms)": "offload_fence_wait_ms",
+}
+
 _CLOSING = {
     "Duration, simulated (ms)": "duration_ms",
     "Wall time (ms)": "wall_time_ms",
@@ -67,7 +80,8 @@ def format_table(summary: Mapping[str, Any], title: str, *, wall: Mapping[str, f
         two decimals, counts none; what is missing reads N/A.
     """
     values = {**summary, **(wall or {})}
-    single = {**_SINGLE_VALUES, **_GOODPUT, **_CLOSING}
+    single = {**_SINGLE_VALUES, **_GOODPUT, **_OFFLOAD, **_CLOSING}
+    single = {label: key for label, key in single.items() if key in values or label not in _OFFLOAD}
     if "goodput_completed_requests" not in values:
         single = {label: key for label, key in single.items() if label not in _GOODPUT}
     if wall is None:
