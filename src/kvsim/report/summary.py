@@ -240,7 +240,8 @@ def summarize(
         sample.
     """
     status = records["status"]
-    done = records[(status == RequestStatus.COMPLETED) & ~np.isnan(records["first_admit_ms"])]
+    counted = (status == RequestStatus.COMPLETED) & ~np.isnan(records["first_admit_ms"])
+    done = records if counted.all() else records[counted]
     arrived = (status != RequestStatus.UNFINISHED) | (records["arrival_ms"] <= totals.end_ms)
     num_requests = int(np.count_nonzero(arrived))
     ended = {kind: int(np.count_nonzero(status == kind)) for kind in RequestStatus}
