@@ -239,7 +239,7 @@ def summarize(
         Python ints, floats, bools and None; None is the statistic of an empty
         sample.
     """
-    status = records["status"]
+    status = np.ascontiguousarray(records["status"])  # read often
     counted = (status == RequestStatus.COMPLETED) & ~np.isnan(records["first_admit_ms"])
     done = records if counted.all() else records[counted]
     arrived = (status != RequestStatus.UNFINISHED) | (records["arrival_ms"] <= totals.end_ms)
