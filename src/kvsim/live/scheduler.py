@@ -52,8 +52,9 @@ _STARTERS = (Submit, SubmitHandoffPrefill, ReserveDestination)
 _COMPLETED = 2
 #: Preempting passes without a token in between, after which requests are held to preempt each other for ever.
 _MOST_BARREN = 1000
-#: Passes without duration in a row after which others run all the same.
-_MOST_AT_ONCE = 256
+#: Passes without duration in a row after which others run all the same. SGLang tries a head up to 600 times before
+#: it is stuck, and nobody who could ask for something must run in between: a replay ends the head first.
+_MOST_AT_ONCE = 1024
 #: Requests that ended and whose outputs nobody has asked for: the newest of them are kept.
 _MOST_UNCLAIMED = 65536
 
@@ -182,7 +183,7 @@ class LiveScheduler:
         self._health = Health()
         self._failure: BaseException | None = None
         capacity = 2 * max(self.config.max_num_seqs or self.config.num_gpu_blocks, 1)
-        tiers = self.config.native_host_offload is not None or getattr(self.config, "tiers_attached", None) is not None
+        tiers = self.config.native_host_offload is not None or self.config.tiers_attached is not None
         self._seats: list[_Seat] = []
         for dp_rank in range(dp_size):
             identity = RankIdentity(worker_id, dp_rank, dp_size)
