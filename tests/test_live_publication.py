@@ -584,3 +584,34 @@ def test_sources_are_held_and_told_at_the_end_of_their_pass(shape: str) -> None:
             await engine.drained()
 
     run(main())
+
+
+@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+def test_the_accept_length_of_a_pass_counts_what_it_shows(backend: str) -> None:
+    """One sample per pass: (non-rejected outputs, requests among them), (0, 0) if none."""
+    config = engine_config(backend, num_gpu_blocks=12, aic_nextn=3, aic_nextn_accept_rates="1,0.5,0.5")
+
+    async def main() -> Everything:
+        sink, clock = Everything(), VirtualClock()
+        async with LiveScheduler(config, clock=clock, sinks=[sink]) as engine:
+            for number, length in enumerate([8, 9, 200, 12]):
+                await engine.submit(Request(number, range(100 * number, 100 * number + length), 9), listen=False)
+            while not sink.of("outputs"):
+                await clock.sleep(0.5)
+            await clock.sleep(0.5)
+            # Nobody sees what the pass in flight has for it.
+            await engine.command(CancelRequest(0, discard_pending_output=True))
+        return sink
+
+    sink = run(main())
+    shown: dict[float, list[int]] = {at: [] for at, _ in sink.of("fpm")}
+    for at, output in sink.all_outputs():
+        if not output.rejected and not output.failed:
+            shown[at].append(output.request_id)
+    got: dict[float, tuple[int, int]] = {}
+    for at, sample in sink.of("acceptance"):
+        # A pass of no duration may follow at the same time; it shows nothing but rejections.
+        got[at] = max(sample, got.get(at, (0, 0)))
+    assert got == {at: (len(ids), len(set(ids))) for at, ids in shown.items()}
+    assert len(sink.of("acceptance")) == len(sink.of("fpm"))
+    assert max(tokens / max(requests, 1) for tokens, requests in got.values()) > 1.0
