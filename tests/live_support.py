@@ -40,6 +40,9 @@ class Everything:
     def fpm(self, dp_rank: int, at_ms: float, fpm: Any) -> None:
         self.facts.append(("fpm", dp_rank, at_ms, fpm))
 
+    def acceptance(self, dp_rank: int, at_ms: float, sample: Any) -> None:
+        self.facts.append(("acceptance", dp_rank, at_ms, sample))
+
     def outputs(self, dp_rank: int, at_ms: float, outputs: Any) -> None:
         self.facts.append(("outputs", dp_rank, at_ms, list(outputs)))
 

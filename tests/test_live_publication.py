@@ -94,6 +94,7 @@ FULL: dict[Moment, Callable[[Table], Any]] = {
         0.0, CommandEffects(Applied(), LIFECYCLE, KV, (), METRICS), t.reply
     ),
     Moment.INTERNAL_WORK: lambda t: t.publisher.internal_work(0.0, InternalEffects(LIFECYCLE, KV), METRICS),
+    Moment.MID_PASS_TRANSFER: lambda t: t.publisher.mid_pass_transfer(0.0, InternalEffects([], KV)),
     Moment.CLEANUP: lambda t: t.publisher.cleanup(0.0, CommandEffects(Applied(), LIFECYCLE, CLEANUP_KV, (), METRICS)),
     Moment.GIVEN_UP: lambda t: t.publisher.given_up(0.0, OUTPUT, METRICS),
 }
@@ -101,13 +102,14 @@ EMPTY: dict[Moment, tuple[Callable[[Table], Any], list[Fact]]] = {
     Moment.PASS_START: (lambda t: t.publisher.pass_start(0.0, PassStartEffects([], [], [])), []),
     Moment.PASS_END: (
         lambda t: t.publisher.pass_end(0.0, completion(empty=True), lambda rank: None),
-        [Fact.FPM, Fact.METRICS],
+        [Fact.FPM, Fact.ACCEPTANCE, Fact.METRICS],
     ),
     Moment.IDLE_COMMAND: (
         lambda t: t.publisher.idle_command(0.0, CommandEffects(Noop(), metrics=METRICS), t.reply),
         [Fact.REPLY, Fact.METRICS],
     ),
     Moment.INTERNAL_WORK: (lambda t: t.publisher.internal_work(0.0, InternalEffects(), METRICS), [Fact.METRICS]),
+    Moment.MID_PASS_TRANSFER: (lambda t: t.publisher.mid_pass_transfer(0.0, InternalEffects()), []),
 }
 
 
@@ -210,8 +212,10 @@ def test_a_pass_shows_admissions_at_its_start_and_the_rest_at_its_end(backend: s
     first_end = kinds[mark + 1][1]
     assert first_end == pytest.approx(13.0 if ruleset == "dynamo-1.3" else 10.0)
     ended = [kind for kind, at in kinds[mark + 1 :] if at == first_end]
-    assert ended[: 3 if at_start else 4] == (
-        ["fpm", "outputs", "metrics"] if at_start else ["kv_events", "fpm", "outputs", "metrics"]
+    assert ended[: 4 if at_start else 5] == (
+        ["fpm", "acceptance", "outputs", "metrics"]
+        if at_start
+        else ["kv_events", "fpm", "acceptance", "outputs", "metrics"]
     )
 
 
@@ -304,9 +308,9 @@ def test_a_command_in_the_middle_of_a_pass_only_answers(backend: str) -> None:
             kinds = [kind for kind, _, at, _ in shown if at == end]
             kinds = kinds[: kinds.index("metrics") + 1]
             if backend == "sglang":
-                assert kinds == ["fpm", "outputs", "lifecycle", "metrics"]
+                assert kinds == ["fpm", "acceptance", "outputs", "lifecycle", "metrics"]
             else:
-                assert kinds == ["kv_events", "fpm", "outputs", "lifecycle", "metrics"]
+                assert kinds == ["kv_events", "fpm", "acceptance", "outputs", "lifecycle", "metrics"]
                 stored = [event for event in shown[0][3] if isinstance(event.data, Stored)]
                 assert sum(len(event.data.blocks) for event in stored) >= 2  # the activated prompt
             await engine.command(CancelDestination(3))
@@ -580,3 +584,34 @@ def test_sources_are_held_and_told_at_the_end_of_their_pass(shape: str) -> None:
             await engine.drained()
 
     run(main())
+
+
+@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+def test_the_accept_length_of_a_pass_counts_what_it_shows(backend: str) -> None:
+    """One sample per pass: (non-rejected outputs, requests among them), (0, 0) if none."""
+    config = engine_config(backend, num_gpu_blocks=12, aic_nextn=3, aic_nextn_accept_rates="1,0.5,0.5")
+
+    async def main() -> Everything:
+        sink, clock = Everything(), VirtualClock()
+        async with LiveScheduler(config, clock=clock, sinks=[sink]) as engine:
+            for number, length in enumerate([8, 9, 200, 12]):
+                await engine.submit(Request(number, range(100 * number, 100 * number + length), 9), listen=False)
+            while not sink.of("outputs"):
+                await clock.sleep(0.5)
+            await clock.sleep(0.5)
+            # Nobody sees what the pass in flight has for it.
+            await engine.command(CancelRequest(0, discard_pending_output=True))
+        return sink
+
+    sink = run(main())
+    shown: dict[float, list[int]] = {at: [] for at, _ in sink.of("fpm")}
+    for at, output in sink.all_outputs():
+        if not output.rejected and not output.failed:
+            shown[at].append(output.request_id)
+    got: dict[float, tuple[int, int]] = {}
+    for at, sample in sink.of("acceptance"):
+        # A pass of no duration may follow at the same time; it shows nothing but rejections.
+        got[at] = max(sample, got.get(at, (0, 0)))
+    assert got == {at: (len(ids), len(set(ids))) for at, ids in shown.items()}
+    assert len(sink.of("acceptance")) == len(sink.of("fpm"))
+    assert max(tokens / max(requests, 1) for tokens, requests in got.values()) > 1.0

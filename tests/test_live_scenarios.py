@@ -1,6 +1,6 @@
 """Live scenarios of the specification, under the virtual clock and against the wall clock.
 
-C1-C8 of acceptance-contract-replay.md, V4, V28-V33 and V42 of acceptance-vllm.md, F6 of acceptance-sglang-handoff.md;
+C1-C9 of acceptance-contract-replay.md, A12-A14, V4, V28-V33, V42 and V46 of acceptance-vllm.md, F6 of acceptance-sglang-handoff.md;
 where a scenario does not name the engine, for each of them. The wall clock is real: what is said about times holds
 for the virtual one only.
 """
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kv_index import KvIndex
-from kvsim.config import EngineConfig, FixedTiming
+from kvsim.config import EngineConfig, FixedTiming, KvbmTiers
 from kvsim.contract import (
     ActivateDestination,
     Applied,
@@ -398,6 +398,103 @@ def test_a_handoff_between_two_engines_on_one_clock(clock: Clock, backend: str) 
     outputs = run(main())
     assert len(outputs) == 4
     assert outputs[-1].completed
+
+
+# ---------------------------------------------------------------- KVBM tiers
+
+
+@pytest.mark.parametrize("ruleset", ["dynamo", "dynamo-1.3"])
+def test_a_destination_waits_for_the_copy_of_what_it_displaces_while_a_pass_runs(ruleset: str) -> None:
+    """C9 and V46 with live commands. Under `dynamo` nothing of a pass is shown before its end."""
+    config = config_of(
+        ruleset=ruleset,
+        num_gpu_blocks=2,
+        block_size=4,
+        max_num_seqs=2,
+        emit_kv_events=True,
+        timing_model=FixedTiming(prefill_ms=50.0, decode_ms=1000.0),
+        kv_cache_bytes_per_token=5_000_000,
+        kvbm_tiers=KvbmTiers(num_g2_blocks=8, g1_to_g2_gbps=1.0),
+    )
+
+    async def main() -> None:
+        clock, sink = VirtualClock(), Everything()
+
+        def host_events() -> list[float]:
+            return [at for at, events in sink.of("kv_events") for e in events if e.storage_tier == "host_pinned"]
+
+        engine = LiveScheduler(config, clock=clock, sinks=[sink])
+        async with engine:
+            rank, lifecycle = engine.ranks[0], engine.lifecycle()
+            await engine.submit(Request(1, range(4), 1))
+            await collect(engine.outputs(1))
+            assert (engine.metrics().active_blocks, engine.metrics().inactive_blocks) == (0, 1)
+            # One token less than in the scenario: it decodes while the copy goes on, and must not need a second block.
+            await engine.submit(Request(2, [9, 9], 100))
+            blocker = engine.outputs(2)
+            assert not (await anext(blocker)).completed
+            start = clock.now()
+            assert start == (100.0 if ruleset == "dynamo" else start)
+            assert (engine.metrics().active_blocks, engine.metrics().inactive_blocks) == (1, 1)
+            # Between two passes of the blocker.
+            reserved = await engine.command(ReserveDestination(1, Request(3, range(4, 8), 1)))
+            assert reserved.result == DestinationAccepted(3)
+            assert (reserved.lifecycle_events, len(lifecycle)) == ([], 0)
+            assert rank.next_internal_deadline_ms() == pytest.approx(start + 20.0, abs=0.01)
+            await clock.sleep_until(start + 19.0)
+            assert rank.metrics().active_blocks == 2
+            assert rank.next_internal_deadline_ms() == pytest.approx(start + 20.0, abs=0.01)
+            assert host_events() == []
+            await clock.sleep_until(start + 21.0)
+            assert rank.metrics().active_blocks == 1
+            assert rank.next_internal_deadline_ms() is None
+            assert (len(lifecycle), len(rank.block_table(3))) == (0, 0)
+            at_once = pytest.approx([start + 20.0], abs=0.01)
+            assert host_events() == ([] if ruleset == "dynamo" else at_once)
+            event = await anext(lifecycle)
+            assert (event.handoff_id, event.request_id, clock.now()) == (1, 3, start + 1000.0)
+            assert len(rank.block_table(3)) == 1
+            assert host_events() == ([clock.now()] if ruleset == "dynamo" else at_once)
+            rank.check_integrity()
+            await engine.shutdown(drain=False)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("num_g2_blocks", "bytes_per_token", "attached"),
+    [(8, 131_072, True), (None, 131_072, False), (8, None, False), (None, None, False)],
+)
+def test_kvbm_tiers_are_attached_if_they_have_blocks_of_a_known_size(
+    num_g2_blocks: int | None, bytes_per_token: int | None, attached: bool
+) -> None:
+    """A12, A13 and A14: what leaves the device goes to G2, or is gone."""
+    config = config_of(
+        num_gpu_blocks=8,
+        block_size=4,
+        emit_kv_events=True,
+        kv_cache_bytes_per_token=bytes_per_token,
+        kvbm_tiers=None if num_g2_blocks is None else KvbmTiers(num_g2_blocks=num_g2_blocks),
+        timing_model=FixedTiming(prefill_ms=10.0, decode_ms=3.0),
+    )
+
+    async def main() -> Everything:
+        clock, sink = VirtualClock(), Everything()
+        async with LiveScheduler(config, clock=clock, sinks=[sink]) as engine:
+            assert (engine.config.tiers_attached is not None) is attached
+            assert engine.ranks[0].next_internal_deadline_ms() is None
+            for number in range(3):
+                await engine.submit(Request(number, range(100 * number, 100 * number + 16), 1))
+                await collect(engine.outputs(number))
+            await engine.drained()
+            assert engine.ranks[0].next_internal_deadline_ms() is None
+        return sink
+
+    tiers = {event.storage_tier for event in run(main()).all_kv_events()}
+    assert tiers == ({"device", "host_pinned"} if attached else {"device"})
+
+
+# ---------------------------------------------------------------- several engines
 
 
 def test_engines_on_one_virtual_clock_see_one_time() -> None:

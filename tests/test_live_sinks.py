@@ -126,6 +126,7 @@ EVERYTHING: list[tuple[str, Any, list[dict[str, Any]]]] = [
             }
         ],
     ),
+    ("acceptance", (5, 2), [{"fact": "acceptance", "accepted_tokens": 5, "forwards": 2}]),
     (
         "outputs",
         [Output(2, 7, False, False, 4)],
@@ -234,14 +235,16 @@ def test_only_the_chosen_facts_are_taken() -> None:
 def test_memory_keeps_everything_in_the_order_of_publication() -> None:
     sink = MemorySink()
     engine = serve([sink], prompts(1))
-    assert [(one.fact, one.at_ms) for one in sink.shown][:9] == [
+    assert [(one.fact, one.at_ms) for one in sink.shown][:11] == [
         ("metrics", 0.0),
         ("admissions", 0.0),
         ("kv_events_with_tier", 5.0),
         ("fpm", 5.0),
+        ("acceptance", 5.0),
         ("outputs", 5.0),
         ("metrics", 5.0),
         ("fpm", 7.0),
+        ("acceptance", 7.0),
         ("outputs", 7.0),
         ("metrics", 7.0),
     ]
@@ -285,7 +288,7 @@ def test_there_is_a_line_for_every_kind_of_fact() -> None:
 def test_jsonl_says_what_memory_has(tmp_path: Path) -> None:
     memory, file = MemorySink(), JsonlSink(tmp_path / "facts.jsonl", on_full="wait", queue_size=2)
     engine = serve([memory, file], prompts(20))
-    items = sum(1 if one.fact in ("fpm", "metrics") else len(one.payload) for one in memory.shown)
+    items = sum(1 if one.fact in ("fpm", "acceptance", "metrics") else len(one.payload) for one in memory.shown)
     written = lines_of(tmp_path / "facts.jsonl")
     assert len(written) == items == file.lines
     tokens = [(row["request_id"], row["token_id"]) for row in written if row["fact"] == "output"]

@@ -1190,6 +1190,9 @@ def _withdraw(effects: PassCompletionEffects, request_id: int) -> bool:
     if not mine.any():
         return False
     effects.outputs = Rows(rows[~mine], outputs._build)
+    visible = int(np.count_nonzero(mine & ((rows["flags"] & _REJECTED) == 0)))
+    tokens, requests = effects.decode_acceptance
+    effects.decode_acceptance = tokens - visible, requests - (visible > 0)
     return True
 
 

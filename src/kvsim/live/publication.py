@@ -57,6 +57,7 @@ class Moment(enum.Enum):
     MID_PASS_COMMAND = "mid_pass_command"
     REFUSED_COMMAND = "refused_command"
     INTERNAL_WORK = "internal_work"
+    MID_PASS_TRANSFER = "mid_pass_transfer"
     CLEANUP = "cleanup"
     GIVEN_UP = "given_up"
 
@@ -68,6 +69,7 @@ class Fact(enum.Enum):
     PRESSURE = "pressure"
     KV_EVENTS = "kv_events"
     FPM = "fpm"
+    ACCEPTANCE = "acceptance"
     OUTPUTS = "outputs"
     CLEANUP_KV_EVENTS = "cleanup_kv_events"
     REPLY = "reply"
@@ -87,6 +89,7 @@ ORDER: dict[Moment, tuple[Fact, ...]] = {
     Moment.PASS_END: (
         Fact.KV_EVENTS,
         Fact.FPM,
+        Fact.ACCEPTANCE,
         Fact.OUTPUTS,
         Fact.CLEANUP_KV_EVENTS,
         Fact.LIFECYCLE,
@@ -96,8 +99,10 @@ ORDER: dict[Moment, tuple[Fact, ...]] = {
     # All else of a command in the middle of a pass is shown at its end.
     Moment.MID_PASS_COMMAND: (Fact.REPLY,),
     Moment.REFUSED_COMMAND: (Fact.REPLY,),
-    # Transfers of the host tier that ended while no pass was in flight.
+    # Transfers to and from lower tiers that ended while no pass was in flight.
     Moment.INTERNAL_WORK: (Fact.KV_EVENTS, Fact.LIFECYCLE, Fact.METRICS),
+    # Those of KVBM tiers in the middle of a pass, where the ruleset has KV events at the start; the others wait.
+    Moment.MID_PASS_TRANSFER: (Fact.KV_EVENTS,),
     # Receivers that went away while no pass was in flight.
     Moment.CLEANUP: (Fact.CLEANUP_KV_EVENTS, Fact.LIFECYCLE, Fact.METRICS),
     # A request that can never run, ended by the driver.
@@ -178,6 +183,10 @@ class Sink(Protocol):
         """A pass ended."""
         ...
 
+    def acceptance(self, dp_rank: int, at_ms: float, sample: tuple[int, int]) -> None:
+        """Accept length of a pass that ended: (non-rejected output signals shown, requests among them), or (0, 0)."""
+        ...
+
     def outputs(self, dp_rank: int, at_ms: float, outputs: Sequence[Output]) -> None:
         """Output signals of a pass, of all requests."""
         ...
@@ -202,6 +211,7 @@ METHODS = (
     "kv_events",
     "kv_events_with_tier",
     "fpm",
+    "acceptance",
     "outputs",
     "lifecycle",
     "metrics",
@@ -593,6 +603,7 @@ class Publisher:
         if effects.kv_events:
             self._kv_events(at_ms, effects.kv_events)
         self._show("fpm", at_ms, effects.forward_pass_metrics)
+        self._show("acceptance", at_ms, effects.decode_acceptance)
         if effects.outputs:
             self._outputs(at_ms, effects.outputs)
         lifecycle, metrics = effects.lifecycle_events, effects.metrics
@@ -632,6 +643,12 @@ class Publisher:
             self._lifecycle_events(at_ms, effects.lifecycle_events)
         self._metrics(at_ms, metrics)
         self._flush()
+
+    def mid_pass_transfer(self, at_ms: float, effects: InternalEffects) -> None:
+        """Transfers ended in the middle of a pass."""
+        if effects.kv_events:
+            self._kv_events(at_ms, effects.kv_events)
+            self._flush()
 
     def cleanup(self, at_ms: float, effects: CommandEffects) -> None:
         """Requests whose receiver is gone were dropped between passes."""

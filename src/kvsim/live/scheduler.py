@@ -39,7 +39,7 @@ from kvsim.contract import (
 from kvsim.errors import CommandError, ConfigError, PoisonedError, StoppedError
 from kvsim.group import Health, command_rank, execute_ranks, merge_retries, runnable_ranks
 from kvsim.layout import FailReason
-from kvsim.live.clock import PASS_END, Bell, Clock, WallClock
+from kvsim.live.clock import PASS_END, Bell, Clock, Timer, WallClock
 from kvsim.live.publication import AttachedSink, Publisher, SinkSource, attach
 from kvsim.live.streams import LifecycleStream, Mailbox, MetricsWatch, OutputReceiver, OutputStream, together
 from kvsim.policies import Policy
@@ -52,8 +52,9 @@ _STARTERS = (Submit, SubmitHandoffPrefill, ReserveDestination)
 _COMPLETED = 2
 #: Preempting passes without a token in between, after which requests are held to preempt each other for ever.
 _MOST_BARREN = 1000
-#: Passes without duration in a row after which others run all the same.
-_MOST_AT_ONCE = 256
+#: Passes without duration in a row after which others run all the same. SGLang tries a head up to 600 times before
+#: it is stuck, and nobody who could ask for something must run in between: a replay ends the head first.
+_MOST_AT_ONCE = 1024
 #: Requests that ended and whose outputs nobody has asked for: the newest of them are kept.
 _MOST_UNCLAIMED = 65536
 
@@ -182,7 +183,7 @@ class LiveScheduler:
         self._health = Health()
         self._failure: BaseException | None = None
         capacity = 2 * max(self.config.max_num_seqs or self.config.num_gpu_blocks, 1)
-        tiers = self.config.native_host_offload is not None or getattr(self.config, "tiers_attached", None) is not None
+        tiers = self.config.native_host_offload is not None or self.config.tiers_attached is not None
         self._seats: list[_Seat] = []
         for dp_rank in range(dp_size):
             identity = RankIdentity(worker_id, dp_rank, dp_size)
@@ -193,6 +194,8 @@ class LiveScheduler:
             self._seats.append(_Seat(rank, publisher, lifecycle, watch, capacity))
         self._ranks = [seat.rank for seat in self._seats]
         self._tiers = tiers
+        #: Transfers of these go on in the middle of a pass.
+        self._kvbm = self.config.tiers_attached is not None
         self._bell = Bell()
         self._inbox: deque[_Entry] = deque()
         self._lives: dict[int, _Live] = {}
@@ -747,7 +750,7 @@ class LiveScheduler:
             elif self._held_up() or not self._draining:
                 await self._idle()
             elif not self._release_stuck(now_ms):
-                if not self._tiers or self._ranks[0].next_internal_deadline_ms() is None:
+                if not self._tiers or self._deadline() == math.inf:
                     return
                 await self._idle()
 
@@ -768,8 +771,8 @@ class LiveScheduler:
                 if not future.done():
                     future.set_result(None)
             self._drained.clear()
-        deadline = self._ranks[0].next_internal_deadline_ms() if self._tiers else None
-        if deadline is None:
+        deadline = self._deadline() if self._tiers else math.inf
+        if deadline == math.inf:
             await self._bell.wait()
             return
         timer = self.clock.ring_at(deadline, self._bell, PASS_END)
@@ -789,7 +792,7 @@ class LiveScheduler:
             self._end_at_once(now_ms, passes)
             return
         self._in_flight_until = end_ms
-        if not self.clock.reached(end_ms):
+        if (self._kvbm and self._deadline() <= end_ms) or not self.clock.reached(end_ms):
             await self._until(end_ms)
         self._at_once = 0
         effects = []
@@ -830,17 +833,30 @@ class LiveScheduler:
         return passes
 
     async def _until(self, end_ms: float) -> None:
-        """The pass runs; commands are acknowledged meanwhile."""
+        """The pass runs; commands are acknowledged and transfers of KVBM tiers go on meanwhile."""
         timer = self.clock.ring_at(end_ms, self._bell, PASS_END)
+        transfer: Timer | None = None
         try:
             while True:
+                if self._kvbm:
+                    due = self._deadline()
+                    if transfer is not None and transfer.at_ms != due:
+                        transfer.cancel()
+                        transfer = None
+                    if transfer is None and due < end_ms:
+                        transfer = self.clock.ring_at(due, self._bell, PASS_END)
                 await self._bell.wait()
+                now_ms = self._command_time() if timer.alive else end_ms
+                if self._kvbm:
+                    self._transport(now_ms)
                 if not timer.alive:
                     return
                 if self._inbox:
-                    self._serve(self._command_time())
+                    self._serve(now_ms)
         finally:
             timer.cancel()
+            if transfer is not None:
+                transfer.cancel()
 
     def _command_time(self) -> float:
         now_ms = self.clock.now()
@@ -886,6 +902,23 @@ class LiveScheduler:
                 self._blocked = False
                 seat.publisher.internal_work(due, effects, seat.rank.metrics())
         self._settle_wave()
+
+    def _transport(self, now_ms: float) -> None:
+        """Settle transfers of KVBM tiers that ended in the middle of the pass, each at its own time."""
+        for i, seat in enumerate(self._seats):
+            while (due := seat.rank.next_internal_deadline_ms()) is not None and due <= now_ms:
+                with self._health.step(i):
+                    effects = seat.rank.tick_offload_transport_only(due)
+                seat.publisher.mid_pass_transfer(due, effects)
+
+    def _deadline(self) -> float:
+        """When the next transfer of any rank ends; infinity if there is none."""
+        deadline = math.inf
+        for rank in self._ranks:
+            due = rank.next_internal_deadline_ms()
+            if due is not None:
+                deadline = min(deadline, due)
+        return deadline
 
     def _fail_head(self, seat: _Seat, now_ms: float) -> None:
         with self._health.step(seat.rank.identity.dp_rank):

@@ -25,7 +25,7 @@ _NAMES = {
     "outputs": "output",
 }
 #: Facts that are single.
-_SINGLE = ("fpm", "metrics")
+_SINGLE = ("fpm", "acceptance", "metrics")
 #: Too wide for a number of JSON, so written as UUIDs.
 _IDS = ("request_id", "handoff_id")
 
@@ -140,6 +140,8 @@ def _rows(fact: str, payload: Any) -> Iterator[dict[str, Any]]:
         make = _kv_event
     elif fact == "lifecycle":
         make = _lifecycle
+    elif fact == "acceptance":
+        make = _acceptance
     for item in (payload,) if fact in _SINGLE else payload:
         yield make(item)
 
@@ -158,6 +160,10 @@ def _row(item: Any) -> dict[str, Any]:
 def _kv_event(event: Any) -> dict[str, Any]:
     row = _row(event)
     return {**row, "data": {"type": type(event.data).__name__.lower(), **row["data"]}}
+
+
+def _acceptance(sample: tuple[int, int]) -> dict[str, Any]:
+    return {"accepted_tokens": sample[0], "forwards": sample[1]}
 
 
 def _lifecycle(event: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class Shown(NamedTuple):
     at_ms : float
         By the clock of the engine.
     payload : object
-        A sequence, or what is single: forward-pass metrics, metrics.
+        A sequence, or what is single: forward-pass metrics, accept length, metrics.
     """
 
     fact: str
