@@ -20,7 +20,6 @@ from kvsim._core.xxh3 cimport (
     xxh3_64 as hash_bytes,
     xxh3_derive_secret,
     xxh3_equal_tokens,
-    xxh3_equal_words,
     xxh3_pair,
     xxh3_tokens,
 )
@@ -169,8 +168,55 @@ cdef extern from *:
     #define _mm512_set1_epi64x _mm512_set1_epi64
     KVSIM_EQUAL_LONG(kvsim_equal_long_avx2, __attribute__((target("avx2"))), __m256i, 2, _mm256, 256)
     KVSIM_EQUAL_LONG(kvsim_equal_long_avx512, __attribute__((target("avx512f"))), __m512i, 1, _mm512, 512)
+    /* Hashes of blocks of 16 equal tokens, a block in each lane: `xxh3_equal_words` of 64 bytes. */
+    #define KVSIM_EQUAL_SHORT(NAME, TARGET, VECTOR, LANES, P, S) \
+    TARGET static int64_t NAME(uint32_t token, int64_t n, uint64_t seed, uint64_t* out) { \
+        const VECTOR low = P##_set1_epi64x(0xFFFFFFFFLL); \
+        const VECTOR c = P##_set1_epi64x(0x165667919E3779F9LL), c_high = P##_srli_epi64(c, 32); \
+        VECTOR h, a, b, a_high, b_high, ll, lh, hl, hh; \
+        uint64_t words[LANES]; \
+        int64_t i; \
+        int k; \
+        for (i = 0; i + LANES <= n; i += LANES) { \
+            for (k = 0; k < LANES; k++) words[k] = (uint32_t)(token + (uint32_t)(i + k)) * 0x100000001ULL; \
+            const VECTOR word = P##_loadu_si##S((const void*)words); \
+            h = P##_set1_epi64x((long long)(64 * 0x9E3779B185EBCA87ULL)); \
+            for (k = 0; k < 4; k++) { \
+                a = P##_xor_si##S(word, P##_set1_epi64x((long long)(KVSIM_XXH3_SECRET[2 * k] + seed))); \
+                b = P##_xor_si##S(word, P##_set1_epi64x((long long)(KVSIM_XXH3_SECRET[2 * k + 1] - seed))); \
+                a_high = P##_srli_epi64(a, 32); \
+                b_high = P##_srli_epi64(b, 32); \
+                ll = P##_mul_epu32(a, b); \
+                lh = P##_mul_epu32(a, b_high); \
+                hl = P##_mul_epu32(a_high, b); \
+                hh = P##_mul_epu32(a_high, b_high); \
+                a = P##_add_epi64(P##_and_si##S(lh, low), P##_and_si##S(hl, low)); \
+                a = P##_add_epi64(a, P##_srli_epi64(ll, 32)); \
+                hh = P##_add_epi64(hh, P##_add_epi64(P##_srli_epi64(lh, 32), P##_srli_epi64(hl, 32))); \
+                hh = P##_add_epi64(hh, P##_srli_epi64(a, 32)); \
+                ll = P##_or_si##S(P##_and_si##S(ll, low), P##_slli_epi64(a, 32)); \
+                h = P##_add_epi64(h, P##_xor_si##S(ll, hh)); \
+            } \
+            h = P##_xor_si##S(h, P##_srli_epi64(h, 37)); \
+            a = P##_add_epi64(P##_mul_epu32(P##_srli_epi64(h, 32), c), P##_mul_epu32(h, c_high)); \
+            h = P##_add_epi64(P##_mul_epu32(h, c), P##_slli_epi64(a, 32)); \
+            h = P##_xor_si##S(h, P##_srli_epi64(h, 32)); \
+            P##_storeu_si##S((void*)(out + i), h); \
+        } \
+        return i; \
+    }
+    KVSIM_EQUAL_SHORT(kvsim_equal_short_avx2, __attribute__((target("avx2"))), __m256i, 4, _mm256, 256)
+    KVSIM_EQUAL_SHORT(kvsim_equal_short_avx512, __attribute__((target("avx512f"))), __m512i, 8, _mm512, 512)
     #undef _mm512_set1_epi64x
     #endif
+    /* Of blocks of the tokens token, token + 1, ...; returns how many were made, as many as fill whole vectors. */
+    static int64_t kvsim_equal_short_blocks(uint32_t token, int64_t n, uint64_t seed, uint64_t* out) {
+    #if defined(__x86_64__)
+        if (__builtin_cpu_supports("avx512f")) return kvsim_equal_short_avx512(token, n, seed, out);
+        if (__builtin_cpu_supports("avx2")) return kvsim_equal_short_avx2(token, n, seed, out);
+    #endif
+        return 0;
+    }
     static int64_t kvsim_equal_long_blocks(
         uint32_t token, int64_t n, int64_t n_bytes, const uint64_t* secret, uint64_t* out) {
     #if defined(__x86_64__)
@@ -187,6 +233,9 @@ cdef extern from *:
     }
     """
     const int64_t MAX_TOKENS "KVSIM_MAX_TOKENS"
+    int64_t equal_short_blocks "kvsim_equal_short_blocks"(
+        uint32_t token, int64_t n, uint64_t seed, uint64_t* out
+    ) noexcept nogil
     int64_t equal_long_blocks "kvsim_equal_long_blocks"(
         uint32_t token, int64_t n, int64_t n_bytes, const uint64_t* secret, uint64_t* out
     ) noexcept nogil
@@ -279,6 +328,39 @@ cdef inline void chain_push(chain_t* chain, uint64_t local, int64_t n) noexcept 
     chain.n_blocks += n
 
 
+cdef inline void chain_push_each(chain_t* chain, const uint64_t* local, int64_t n) noexcept nogil:
+    """Append `n` finished blocks with these local hashes."""
+    cdef run_t* out
+    cdef uint64_t* hashes = chain.hashes
+    cdef int64_t stride = chain.stride
+    cdef int64_t i = 0
+    if chain.runs == NULL:
+        for i in range(n):
+            hashes[i * stride] = local[i]
+        chain.hashes = hashes + n * stride
+        if chain.local != NULL:
+            for i in range(n):
+                chain.local[i * stride] = local[i]
+            chain.local += n * stride
+        chain.n_blocks += n
+        return
+    while i < n and chain.n_blocks < chain.head_blocks:
+        chain_push_run(chain, local[i], 1)
+        i += 1
+    chain.n_blocks += n - i
+    out = chain.runs
+    while i < n:
+        if out[-1].key == local[i]:
+            out[-1].pages += 1
+        else:
+            out.key = local[i]
+            out.seq = 0
+            out.pages = 1
+            out += 1
+        i += 1
+    chain.runs = out
+
+
 cdef inline int64_t next_chain(
     uint64_t** at, int64_t* left, uint64_t* hashes, int64_t stride, const int64_t* offset, int64_t i, int64_t n
 ) noexcept nogil:
@@ -351,14 +433,10 @@ cdef void equal_blocks(uint32_t token, int64_t n, int64_t size, const uint64_t* 
     """Local hashes of `n` blocks, each of one token only: token, token + 1, ..."""
     cdef int64_t done = 0
     cdef int64_t i
-    cdef uint64_t word
     if 4 * size > XXH3_SHORT_BYTES:
         done = equal_long_blocks(token, n, 4 * size, secret, out)
-    elif size == 16:  # with the count known, nothing is left to decide for each block
-        for i in range(n):
-            word = token + <uint32_t> i
-            out[i] = xxh3_equal_words(word << 32 | word, 64)
-        return
+    elif size == 16:
+        done = equal_short_blocks(token, n, BLOCK_HASH_SEED, out)
     for i in range(done, n):
         out[i] = xxh3_equal_tokens(token + <uint32_t> i, size, secret)
 
@@ -404,14 +482,13 @@ cdef void chain_numbered(chain_t* chain, uint32_t number, int64_t length, int64_
     """Feed the first `n` tokens of the runs of number, number + 1, ..., each of `length` tokens, as far as needed."""
     cdef uint64_t[NUMBERED] local
     cdef segment_t segment
-    cdef int64_t i, take
+    cdef int64_t take
     n = n if n < chain.left else chain.left
     if length == chain.block_size:
         while n >= length:  # nothing is under way: it is the beginning of a request
             take = min(n // length, <int64_t> NUMBERED)
             equal_blocks(number, take, length, chain.secret, local)
-            for i in range(take):
-                chain_push(chain, local[i], 1)
+            chain_push_each(chain, local, take)
             number += <uint32_t> take
             n -= take * length
             chain.left -= take * length
