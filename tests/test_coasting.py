@@ -228,3 +228,20 @@ def test_whoever_looks_sees_every_token() -> None:
                 state.fork().digest()
         seen[looks] = (run.ranks[0].digest(), run.records.tobytes())
     assert seen[False] == seen[True]
+
+
+def test_a_head_that_waits_enters_as_soon_as_a_request_that_coasts_completes_its_next_block() -> None:
+    """Its prompt is what the running request emits: with each block that becomes findable it needs one less."""
+    config = EngineConfig(num_gpu_blocks=20, block_size=4, timing_model=FixedTiming(prefill_ms=10.0, decode_ms=3.0))
+    waited = 0
+    for at in range(12, 60):
+        first = {"arrival_time_ms": 0.0, "input_token_ids": [*range(16)], "output_token_ids": [*range(16, 60)]}
+        second = {"arrival_time_ms": float(at), "input_token_ids": [*range(80)], "output_tokens": 1}
+        items = [{"output_tokens": 44, **first}, second]
+        same_either_way(items, {"config": config}, at)
+        run = Run(workload_from_requests(items), config)
+        run.execute()
+        ended, admitted = run.records["terminal_ms"][0], run.records["first_admit_ms"][1]
+        assert admitted < ended
+        waited += admitted > at + 3.0
+    assert waited > 10

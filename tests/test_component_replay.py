@@ -254,6 +254,13 @@ ACTIONS = st.lists(
 )
 
 
+# A worker that is cancelled while it starts may hold a request.
+@example(
+    script=[("submit", 0, False), ("scale", 3, False), ("submit", 2, False), ("scale", 0, False)],
+    config=EngineConfig.for_backend("sglang", num_gpu_blocks=48),
+    dp_size=1,
+    startup_s=1.0,
+)
 @settings(max_examples=max(10, EXAMPLES // 4), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     script=ACTIONS,
@@ -321,6 +328,8 @@ def test_whatever_is_asked_every_request_ends_once_and_no_worker_is_forgotten(
             change = component.apply_target_count(number % 4, now)
             assert not set(change.added) & set(ids_seen)
             ids_seen += change.added
+            for request_id in change.retired_requests:
+                ends[request_id] = ends.get(request_id, 0) + 1
         elif action == "ready":
             for worker in component.workers.starting_ids[:1]:
                 assert component.mark_worker_ready(worker, now)

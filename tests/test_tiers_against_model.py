@@ -1,6 +1,6 @@
 """Tiers below the pool, kernel against twin: whatever happens, both agree after every step and nothing is lost.
 
-``KVSIM_EXAMPLES`` sets the number of random histories (default 200), for long runs.
+``KVSIM_EXAMPLES`` sets the number of random histories (default 24), for long runs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvsim.rank import SchedulerRank
 from model.paged import PagedModel
 from support import TierIndex, plain, rank_state, same_effects
 
-EXAMPLES = int(os.environ.get("KVSIM_EXAMPLES", "200"))
+EXAMPLES = int(os.environ.get("KVSIM_EXAMPLES", "24"))
 PARTS = 10
 STEPS = 120
 IDENTITY = RankIdentity(2)

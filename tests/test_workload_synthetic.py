@@ -9,7 +9,9 @@ import random
 import numpy as np
 import pytest
 
+from kvsim._core import content
 from kvsim.errors import ConfigError, WorkloadError
+from kvsim.layout import SEGMENT
 from kvsim.workload import (
     ArrivalDriver,
     TraceProfile,
@@ -490,3 +492,58 @@ def test_the_example_trace_is_small_and_sound():
         found += hit * 512
         seen |= {chain[: k + 1] for k in range(whole)}
     assert 0.3 < found / work.total_input_tokens < 0.6
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 20, 64, 100])
+@pytest.mark.parametrize("page_size", [1, 16, 17, 61, 64, 128, 2100])
+def test_numbered_blocks_have_the_content_of_their_segments(block_size, page_size):
+    work = session_workload(
+        sessions=12, input_tokens=300, output_tokens=37, block_size=block_size, input_stddev=250.0, stream="pcg64"
+    )
+    tables = work.specs, work.runs, work.segments
+    assert isinstance(tables[1], tuple)
+    for make in (content.hash_workload, content.runs_workload):
+        for flag, limit in ((True, 2**40), (False, 2**40), (False, 128)):
+            numbered, spelled = (
+                make(work.specs, table, work.tokens, work.plan, page_size, limit, flag) for table in tables[1:]
+            )
+            for mine, theirs in zip(numbered, spelled, strict=True):
+                np.testing.assert_array_equal(mine, theirs)
+
+
+def test_long_numbered_blocks_are_hashed_as_runs_of_their_token():
+    for size in (61, 64, 256, 257, 272, 1000):
+        rows = np.zeros(1, SEGMENT)
+        rows["length"] = size
+        hashes = content.equal_block_hashes(70, size)
+        for token in (0, 1, 69):
+            rows["start"] = token
+            spelled = content.expand_parts([rows])
+            assert hashes[token] == content.hash_parts([spelled], None, 0, 0, 0, size, 2**40, False)[0][0]
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("prompt_offset", "prompt_offset: must follow the blocks of the row before"),
+        ("prompt_count", "prompt_count: must be the blocks that input_tokens take"),
+    ],
+)
+def test_numbered_blocks_must_lie_row_after_row(field, message):
+    work = session_workload(**SESSIONS)
+    specs = work.specs.copy()
+    specs[field][1] += 1
+    fields = {item.name: getattr(work, item.name) for item in dataclasses.fields(work) if item.init}
+    with pytest.raises(WorkloadError, match=message):
+        type(work)(**fields | {"specs": specs, "segments": work.runs})
+
+
+def test_tables_of_numbered_blocks_are_checked_for_their_range():
+    work = session_workload(**SESSIONS)
+    for table, message in (((-1, 16), r"segments\[0\]"), ((2**31, 16), r"segments\[0\]"), ((9, 0), r"segments\[1\]")):
+        with pytest.raises(ValueError, match=message):
+            content.hash_workload(work.specs, table, work.tokens, work.plan, 16, 2**40, False)
+    with pytest.raises(ValueError, match="must lie within the 1 rows of segments"):
+        content.hash_workload(work.specs, (1, 16), work.tokens, work.plan, 16, 2**40, False)
+    with pytest.raises(ValueError, match="must hold at least input_tokens"):
+        content.hash_workload(work.specs, (work.runs.num_blocks, 1), work.tokens, work.plan, 16, 2**40, False)

@@ -31,7 +31,7 @@ def xxh3_64(data: bytes | bytearray | memoryview | npt.NDArray[np.uint8], seed: 
 @overload
 def hash_workload(
     specs: _Rows,
-    segments: _Rows,
+    segments: _Rows | tuple[int, int],
     tokens: _U32,
     planned: _U32 | tuple[int, int],
     block_size: int,
@@ -42,7 +42,7 @@ def hash_workload(
 @overload
 def hash_workload(
     specs: _Rows,
-    segments: _Rows,
+    segments: _Rows | tuple[int, int],
     tokens: _U32,
     planned: _U32 | tuple[int, int],
     block_size: int,
@@ -53,7 +53,7 @@ def hash_workload(
 @overload
 def hash_workload(
     specs: _Rows,
-    segments: _Rows,
+    segments: _Rows | tuple[int, int],
     tokens: _U32,
     planned: _U32 | tuple[int, int],
     block_size: int,
@@ -96,7 +96,7 @@ def hash_parts(
 ) -> tuple[_U64, _U64 | None]: ...
 def runs_workload(
     specs: _Rows,
-    segments: _Rows,
+    segments: _Rows | tuple[int, int],
     tokens: _U32,
     planned: _U32 | tuple[int, int],
     page_size: int,

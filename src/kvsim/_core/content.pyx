@@ -20,6 +20,7 @@ from kvsim._core.xxh3 cimport (
     xxh3_64 as hash_bytes,
     xxh3_derive_secret,
     xxh3_equal_tokens,
+    xxh3_equal_words,
     xxh3_pair,
     xxh3_tokens,
 )
@@ -114,8 +115,81 @@ cdef extern from *:
         kvsim_stream(key, block, n / 8, words);
         return n / 8 * 8;
     }
+
+    /* Hashes of blocks of the tokens token, token + 1, ... only, of more than 240 bytes: `xxh3_stripes` of stride 0
+       with its eight lanes in vectors. `secret` is the derived one. Returns how many were made: all or none. */
+    static inline uint64_t kvsim_equal_merge(const uint64_t* acc, int64_t n_bytes, const uint64_t* secret) {
+        uint64_t h = (uint64_t)n_bytes * 0x9E3779B185EBCA87ULL, key[8];
+        int i;
+        memcpy(key, (const char*)secret + 11, sizeof(key));
+        for (i = 0; i < 4; i++) {
+            kvsim_u128 product = (kvsim_u128)(acc[2 * i] ^ key[2 * i]) * (acc[2 * i + 1] ^ key[2 * i + 1]);
+            h += (uint64_t)product ^ (uint64_t)(product >> 64);
+        }
+        h ^= h >> 37;
+        h *= 0x165667919E3779F9ULL;
+        return h ^ (h >> 32);
+    }
+    #if defined(__x86_64__)
+    #include <immintrin.h>
+    static const uint64_t KVSIM_EQUAL_START[8] = {
+        0xC2B2AE3DULL, 0x9E3779B185EBCA87ULL, 0xC2B2AE3D27D4EB4FULL, 0x165667B19E3779F9ULL,
+        0x85EBCA77C2B2AE63ULL, 0x85EBCA77ULL, 0x27D4EB2F165667C5ULL, 0x9E3779B1ULL,
+    };
+    #define KVSIM_EQUAL_LONG(NAME, TARGET, VECTOR, N, P, S) \
+    TARGET static void NAME(uint32_t token, int64_t n, int64_t n_bytes, const uint64_t* secret, uint64_t* out) { \
+        const int64_t stripes = (n_bytes - 1) / 64; \
+        const VECTOR prime = P##_set1_epi64x(0x9E3779B1LL); \
+        uint64_t lanes[8]; \
+        VECTOR acc[N], word, key; \
+        int64_t i; \
+        int k; \
+        for (; n > 0; n--, token++, out++) { \
+            word = P##_set1_epi32((int)token); \
+            for (k = 0; k < N; k++) acc[k] = P##_loadu_si##S((const void*)(KVSIM_EQUAL_START + 8 / N * k)); \
+            for (i = 0; i <= stripes; i++) { \
+                const char* at = (const char*)secret + (i < stripes ? 8 * (i % 16) : 192 - 64 - 7); \
+                for (k = 0; k < N; k++) { \
+                    key = P##_xor_si##S(word, P##_loadu_si##S((const void*)(at + 64 / N * k))); \
+                    key = P##_mul_epu32(key, P##_srli_epi64(key, 32)); \
+                    acc[k] = P##_add_epi64(acc[k], P##_add_epi64(word, key)); \
+                } \
+                if (i % 16 == 15 && i < stripes) \
+                    for (k = 0; k < N; k++) { \
+                        key = P##_loadu_si##S((const void*)(secret + 16 + 8 / N * k)); \
+                        key = P##_xor_si##S(key, P##_xor_si##S(acc[k], P##_srli_epi64(acc[k], 47))); \
+                        acc[k] = P##_slli_epi64(P##_mul_epu32(P##_srli_epi64(key, 32), prime), 32); \
+                        acc[k] = P##_add_epi64(acc[k], P##_mul_epu32(key, prime)); \
+                    } \
+            } \
+            for (k = 0; k < N; k++) P##_storeu_si##S((void*)(lanes + 8 / N * k), acc[k]); \
+            *out = kvsim_equal_merge(lanes, n_bytes, secret); \
+        } \
+    }
+    #define _mm512_set1_epi64x _mm512_set1_epi64
+    KVSIM_EQUAL_LONG(kvsim_equal_long_avx2, __attribute__((target("avx2"))), __m256i, 2, _mm256, 256)
+    KVSIM_EQUAL_LONG(kvsim_equal_long_avx512, __attribute__((target("avx512f"))), __m512i, 1, _mm512, 512)
+    #undef _mm512_set1_epi64x
+    #endif
+    static int64_t kvsim_equal_long_blocks(
+        uint32_t token, int64_t n, int64_t n_bytes, const uint64_t* secret, uint64_t* out) {
+    #if defined(__x86_64__)
+        if (__builtin_cpu_supports("avx512f")) {
+            kvsim_equal_long_avx512(token, n, n_bytes, secret, out);
+            return n;
+        }
+        if (__builtin_cpu_supports("avx2")) {
+            kvsim_equal_long_avx2(token, n, n_bytes, secret, out);
+            return n;
+        }
+    #endif
+        return 0;
+    }
     """
     const int64_t MAX_TOKENS "KVSIM_MAX_TOKENS"
+    int64_t equal_long_blocks "kvsim_equal_long_blocks"(
+        uint32_t token, int64_t n, int64_t n_bytes, const uint64_t* secret, uint64_t* out
+    ) noexcept nogil
     int64_t stream_blocks "kvsim_stream_blocks"(
         const uint32_t* key, uint64_t block, int64_t n, uint32_t* words
     ) noexcept nogil
@@ -123,6 +197,7 @@ cdef extern from *:
 cdef enum:
     MAX_RUN_HASHES = 65536  # rows of the table of local hashes of runs: 1 MB
     DRAWN = 4096  # words of the stream of plans that are made at a time
+    NUMBERED = 64  # hashes of numbered blocks that are made at a time
     LINK_LANES = 4  # chains of hashes that are made at a time
     HEAD_TOKENS = 32  # least tokens that the head of a request stands for (sglang.md section 1.4)
 
@@ -272,6 +347,22 @@ cdef inline uint64_t chain_run_hash(chain_t* chain, uint32_t token) noexcept nog
     return entry.local
 
 
+cdef void equal_blocks(uint32_t token, int64_t n, int64_t size, const uint64_t* secret, uint64_t* out) noexcept nogil:
+    """Local hashes of `n` blocks, each of one token only: token, token + 1, ..."""
+    cdef int64_t done = 0
+    cdef int64_t i
+    cdef uint64_t word
+    if 4 * size > XXH3_SHORT_BYTES:
+        done = equal_long_blocks(token, n, 4 * size, secret, out)
+    elif size == 16:  # with the count known, nothing is left to decide for each block
+        for i in range(n):
+            word = token + <uint32_t> i
+            out[i] = xxh3_equal_words(word << 32 | word, 64)
+        return
+    for i in range(done, n):
+        out[i] = xxh3_equal_tokens(token + <uint32_t> i, size, secret)
+
+
 cdef inline void fill_tokens(uint32_t* out, uint32_t start, uint32_t step, int64_t n) noexcept nogil:
     """Write tokens start, start + step, ... modulo 2**32."""
     cdef int64_t i
@@ -307,6 +398,30 @@ cdef void chain_segment(chain_t* chain, const segment_t* segment) noexcept nogil
     if n:
         fill_tokens(chain.scratch, start, step, n)
         chain.filled = n
+
+
+cdef void chain_numbered(chain_t* chain, uint32_t number, int64_t length, int64_t n) noexcept nogil:
+    """Feed the first `n` tokens of the runs of number, number + 1, ..., each of `length` tokens, as far as needed."""
+    cdef uint64_t[NUMBERED] local
+    cdef segment_t segment
+    cdef int64_t i, take
+    n = n if n < chain.left else chain.left
+    if length == chain.block_size:
+        while n >= length:  # nothing is under way: it is the beginning of a request
+            take = min(n // length, <int64_t> NUMBERED)
+            equal_blocks(number, take, length, chain.secret, local)
+            for i in range(take):
+                chain_push(chain, local[i], 1)
+            number += <uint32_t> take
+            n -= take * length
+            chain.left -= take * length
+    segment.step = 0
+    while n > 0:
+        segment.start = number
+        segment.length = length if length < n else n
+        chain_segment(chain, &segment)
+        n -= segment.length
+        number += 1
 
 
 cdef void chain_tokens(chain_t* chain, const uint32_t* tokens, int64_t n) noexcept nogil:
@@ -349,7 +464,8 @@ cdef inline int64_t content_tokens(int64_t n_input, int64_t n_output, int64_t ma
 
 cdef struct workload_t:  # the requests and their tables; rows that have passed `check_request`
     const request_spec_t* specs
-    const segment_t* segments
+    const segment_t* segments  # NULL: numbered runs, each of `run_tokens` tokens that are its own number
+    int64_t run_tokens
     const uint32_t* tokens
     const uint32_t* planned  # NULL: the words of a random stream
     uint32_t[8] plan_key  # of that stream
@@ -389,6 +505,8 @@ cdef void chain_request(chain_t* chain, workload_t* work, int64_t index, int64_t
     chain_start(chain, content_tokens(spec.input_tokens, spec.max_output_tokens, max_tokens))
     if spec.prompt_is_tokens:
         chain_tokens(chain, work.tokens + row, left_input)
+    elif work.segments == NULL:
+        chain_numbered(chain, <uint32_t> row, work.run_tokens, left_input)
     else:
         while left_input > 0 and chain.left > 0:
             segment = work.segments[row]
@@ -417,10 +535,13 @@ cdef int64_t most_runs_request(
     cdef int64_t n = content_tokens(spec.input_tokens, spec.max_output_tokens, max_tokens)
     cdef int64_t left = spec.input_tokens if spec.input_tokens < n else n
     cdef int64_t most = most_runs(n - left, False, block_size)
-    cdef const segment_t* segment = work.segments + spec.prompt_offset
+    cdef const segment_t* segment
     if spec.prompt_is_tokens:
         most += most_runs(left, False, block_size)
+    elif work.segments == NULL:
+        most += ((left - 1) // work.run_tokens + 1) * most_runs(0, True, block_size) if left else 0
     else:
+        segment = work.segments + spec.prompt_offset
         while left > 0:
             most += most_runs(segment.length if segment.length < left else left, segment.step == 0, block_size)
             left -= segment.length
@@ -455,6 +576,8 @@ cdef check_t check_request(const request_spec_t* spec, const workload_t* work) n
         return CHECK_PROMPT_ROWS
     if spec.prompt_is_tokens:
         covered = spec.prompt_count
+    elif work.segments == NULL:
+        covered = work.run_tokens * spec.prompt_count  # both are below 2**31
     else:
         for i in range(spec.prompt_offset, spec.prompt_offset + spec.prompt_count):
             if work.segments[i].step > 1:
@@ -552,8 +675,15 @@ cdef open_workload(
     """
     cdef rng_t rng
     _check_array("specs", specs, REQUEST_SPEC)
-    _check_array("segments", segments, SEGMENT)
     _check_array("tokens", tokens, _UINT32)
+    if isinstance(segments, tuple):
+        work.segments = NULL
+        work.n_segments = _check_int("segments[0]", segments[0], 0, 2**31 - 1)
+        work.run_tokens = _check_int("segments[1]", segments[1], 1, 2**31 - 1)
+    else:
+        _check_array("segments", segments, SEGMENT)
+        work.segments = <const segment_t*> data_of(segments)
+        work.n_segments = segments.size
     words = None
     if isinstance(planned, tuple):
         rng_seed(&rng, <uint64_t> _check_int("planned", planned[0], 0, 2**64 - 1))
@@ -568,10 +698,8 @@ cdef open_workload(
         work.planned = <const uint32_t*> data_of(planned)
         work.n_planned = planned.size
     work.specs = <const request_spec_t*> data_of(specs)
-    work.segments = <const segment_t*> data_of(segments)
     work.tokens = <const uint32_t*> data_of(tokens)
     work.n = specs.size
-    work.n_segments = segments.size
     work.n_tokens = tokens.size
     offsets = np.empty(work.n + 1, dtype=np.int64)
     cdef int64_t* offset = <int64_t*> data_of(offsets)
@@ -645,9 +773,11 @@ cdef chain_open_runs(chain_t* chain, int64_t most, bint with_hashes):
 
 
 cdef int64_t count_segments(const workload_t* work) noexcept nogil:
-    """Rows of all prompts given as segments."""
+    """Rows of all prompts given as segments; 0 of numbered runs, none of which has the token of another."""
     cdef int64_t n = 0
     cdef int64_t i
+    if work.segments == NULL:
+        return 0
     for i in range(work.n):
         n += 0 if work.specs[i].prompt_is_tokens else work.specs[i].prompt_count
     return n
@@ -734,8 +864,8 @@ def hash_workload(specs, segments, tokens, planned, block_size, max_tokens, want
     ----------
     specs : ndarray of REQUEST_SPEC, shape (n_requests,)
         A prompt may have more tokens than `input_tokens`; the surplus is left out.
-    segments : ndarray of SEGMENT, shape (n_segments,)
-        Prompts as runs of tokens.
+    segments : ndarray of SEGMENT, shape (n_segments,), or (int, int)
+        Prompts as runs of tokens; or how many runs and the length of each: run ``i`` repeats token ``i``.
     tokens : ndarray of uint32, shape (n_tokens,)
         Prompts as token ids.
     planned : ndarray of uint32, shape (n_planned,), or (int, int)
@@ -961,13 +1091,11 @@ def equal_block_hashes(count, block_size):
     cdef int64_t n = _check_int("count", count, 0, 2**32)
     cdef int64_t size = _check_int("block_size", block_size, 1, MAX_TOKENS)
     cdef uint64_t[24] secret
-    cdef int64_t i
     out = np.empty(n, dtype=np.uint64)
     cdef uint64_t* hashes = <uint64_t*> data_of(out)
     with nogil:
         xxh3_derive_secret(secret, BLOCK_HASH_SEED)
-        for i in range(n):
-            hashes[i] = xxh3_equal_tokens(<uint32_t> i, size, secret)
+        equal_blocks(0, n, size, secret, hashes)
     return out
 
 

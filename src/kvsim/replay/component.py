@@ -466,16 +466,19 @@ class EngineComponent:
     def apply_target_count(self, target: int, now_ms: float = 0.0, *, tick: int | None = None) -> ScaleChange:
         """Go towards `target` active and starting workers; see `WorkerPool.apply_target_count`.
 
-        With a startup delay, call `mark_worker_ready` for each added worker when it is over.
+        With a startup delay, call `mark_worker_ready` for each added worker when it is over. Requests
+        that wait in a starting worker go with it when it is cancelled, without an output:
+        ``retired_requests`` names them, and they may be dispatched again.
         """
         self._health.check()
         check_time("now_ms", now_ms)
         change = self.workers.apply_target_count(target, now_ms, drained=self._group_drained, tick=tick)
         for worker in change.added:
             self._add_group(worker)
+        retired = sorted(i for worker in change.cancelled for rank in self._group(worker) for i in rank.live)
         for worker in (*change.cancelled, *change.removed):
             self._remove_group(worker)
-        return change
+        return change._replace(retired_requests=tuple(retired))
 
     def mark_worker_ready(self, worker: int, now_ms: float = 0.0) -> bool:
         """The startup delay of a worker is over; False if it is not starting (cancelled meanwhile, or unknown)."""

@@ -118,6 +118,8 @@ class ScaleChange(NamedTuple):
     cancelled: tuple[int, ...]
     #: Entry of the log, None if nothing changed.
     operation: dict[str, Any] | None
+    #: Requests that waited in cancelled workers, ascending; the pool knows of none, `EngineComponent` adds them.
+    retired_requests: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

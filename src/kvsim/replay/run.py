@@ -463,7 +463,7 @@ def _content_of(workload: Workload, config: EngineConfig, growing: bool, first: 
         return np.zeros(1, np.uint64), None, None, None, np.zeros(last - first + 1, np.int64)
     inputs = (
         workload.specs[first:last],
-        workload.segments,
+        workload.runs,
         workload.tokens,
         workload.plan,
         config.tokens_per_block,
@@ -492,13 +492,15 @@ def _tokenization_pool(options: Mapping[str, Any]) -> TokenizationPool:
 def _new_records(workload: Workload) -> npt.NDArray[Any]:
     """One record per row of the workload, nothing having happened yet."""
     specs = workload.specs
-    records = np.zeros(len(specs), layout.REQUEST_RECORD)
-    for name in records.dtype.names or ():
+    blank = np.zeros(1, layout.REQUEST_RECORD)
+    for name in blank.dtype.names or ():
         if name.endswith("_ms"):
-            records[name] = np.nan
+            blank[name] = np.nan
+    blank["worker"] = blank["dp_rank"] = -1
+    # A row at a time: memory is walked through once, not once for each column.
+    records = np.repeat(blank, len(specs))
     for name in ("id_hi", "id_lo", "input_tokens", "session", "turn"):
         records[name] = specs[name]
     records["requested_output_tokens"] = specs["max_output_tokens"]
-    records["worker"] = records["dp_rank"] = -1
     records["row"] = np.arange(len(specs))
     return records

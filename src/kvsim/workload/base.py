@@ -43,6 +43,13 @@ class DrawnPlan(NamedTuple):
     num_ids: int
 
 
+class NumberedBlocks(NamedTuple):
+    """Prompts of blocks that all differ, row after row: block ``i`` repeats token ``i``, the last of a row is cut."""
+
+    num_blocks: int
+    block_size: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
     """Requests of a run: lengths, arrivals, contents, sessions.
@@ -57,8 +64,8 @@ class Workload:
     specs : ndarray of `kvsim.layout.REQUEST_SPEC`, shape (n,)
         One row per request. `arrival_ms` is as given (ms), nan for follow-up
         turns; `session` and `turn` are -1 where the input names none.
-    segments : ndarray of `kvsim.layout.SEGMENT`, shape (n_segments,)
-        Prompts given as runs of tokens.
+    segments : ndarray of `kvsim.layout.SEGMENT`, shape (n_segments,), or NumberedBlocks
+        Prompts given as runs of tokens. Numbered blocks become an array when read.
     tokens : ndarray of uint32, shape (n_tokens,)
         Prompts given token by token.
     planned : ndarray of uint32, shape (n_planned,), or DrawnPlan
@@ -105,8 +112,9 @@ class Workload:
     block_size: int | None = None
     prefill_dp_ranks: npt.NDArray[np.int32] | None = None
     source: str = ""
-    _equal_hashes: dict[int, npt.NDArray[np.uint64]] = field(default_factory=dict, init=False, repr=False)
+    _equal_hashes: dict[int, npt.NDArray[np.uint64] | None] = field(default_factory=dict, init=False, repr=False)
     _drawn: DrawnPlan | None = field(default=None, init=False, repr=False)
+    _numbered: NumberedBlocks | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.planned, DrawnPlan):
@@ -114,20 +122,29 @@ class Workload:
             object.__delattr__(self, "planned")
         else:
             self.planned.flags.writeable = False
-        for array in (self.specs, self.segments, self.tokens, self.delay_ms, self.first_turn):
+        if isinstance(self.segments, NumberedBlocks):
+            object.__setattr__(self, "_numbered", self.segments)
+            object.__delattr__(self, "segments")
+        else:
+            self.segments.flags.writeable = False
+        for array in (self.specs, self.tokens, self.delay_ms, self.first_turn):
             array.flags.writeable = False
         if self.prefill_dp_ranks is not None:
             self.prefill_dp_ranks.flags.writeable = False
         self.validate()
 
     def __getattr__(self, name: str) -> Any:
-        # A drawn plan is spelled out when somebody reads its ids: most runs need their hashes only.
-        if name != "planned" or self._drawn is None:
+        # Drawn plans and numbered blocks are spelled out when somebody reads them: most runs need their hashes only.
+        if name == "planned" and self._drawn is not None:
+            array: npt.NDArray[Any] = content.planned_tokens(*self._drawn)
+        elif name == "segments" and self._numbered is not None:
+            rows, inputs = (self.specs[key].astype(np.int64) for key in ("prompt_count", "input_tokens"))
+            array = content.block_segments(None, rows, inputs, self._numbered.block_size)[0]
+        else:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        planned = content.planned_tokens(*self._drawn)
-        planned.flags.writeable = False
-        object.__setattr__(self, "planned", planned)
-        return planned
+        array.flags.writeable = False
+        object.__setattr__(self, name, array)
+        return array
 
     def __len__(self) -> int:
         return len(self.specs)
@@ -189,6 +206,11 @@ class Workload:
     # ------------------------------------------------------------ contents
 
     @property
+    def runs(self) -> npt.NDArray[Any] | NumberedBlocks:
+        """`segments`, or what they are numbered by."""
+        return self.segments if self._numbered is None else self._numbered
+
+    @property
     def plan(self) -> npt.NDArray[np.uint32] | DrawnPlan:
         """`planned`, or what it is drawn from as long as nobody has read it."""
         return self.planned if self._drawn is None else self._drawn
@@ -230,14 +252,16 @@ class Workload:
             As of `kvsim._core.content.equal_block_hashes`; None if the tokens of the runs are not numbered densely or
             occur once, so that a table would save nothing.
         """
-        known = self._equal_hashes.get(block_size)
-        if known is None and block_size >= _LONG_BLOCK and len(self.segments):
-            count = int(self.segments["start"].max()) + 1
-            if count > 0.75 * len(self.segments):
-                return None
-            known = self._equal_hashes[block_size] = content.equal_block_hashes(count, block_size)
-            known.flags.writeable = False
-        return known
+        if self._numbered is not None or block_size < _LONG_BLOCK:
+            return None
+        if block_size not in self._equal_hashes:
+            table = None
+            count = int(self.segments["start"].max()) + 1 if len(self.segments) else 0
+            if 0 < count <= 0.75 * len(self.segments):
+                table = content.equal_block_hashes(count, block_size)
+                table.flags.writeable = False
+            self._equal_hashes[block_size] = table
+        return self._equal_hashes[block_size]
 
     def request_name(self, row: int) -> str:
         """Name of one row for messages: as given, else its request number."""
@@ -254,7 +278,10 @@ class Workload:
             The message names the request, the field, its value and what is allowed.
         """
         specs, n = self.specs, len(self.specs)
-        for name, array, dtype in (("specs", specs, REQUEST_SPEC), ("segments", self.segments, SEGMENT)):
+        tables = [("specs", specs, REQUEST_SPEC)]
+        if self._numbered is None:
+            tables.append(("segments", self.segments, SEGMENT))
+        for name, array, dtype in tables:
             if array.dtype != dtype or array.ndim != 1:
                 raise WorkloadError(f"must be a one-dimensional array of {dtype}, got {array.dtype}", field=name)
         if n == 0:
@@ -305,6 +332,10 @@ class Workload:
         self._check_content()
 
     def _check_content(self) -> None:
+        if self._numbered is not None:
+            self._check_numbered(self._numbered)
+            self._check_plans()
+            return
         specs = self.specs
         offset, count = specs["prompt_offset"], specs["prompt_count"]
         by_token = specs["prompt_is_tokens"] != 0
@@ -315,6 +346,20 @@ class Workload:
         if (held < 0).any() and (self.segments["length"] <= 0).any():
             raise WorkloadError("must be positive", field="segments.length")
         self._require(held == specs["input_tokens"], "input_tokens", "must equal the length of the prompt content")
+        self._check_plans()
+
+    def _check_numbered(self, numbered: NumberedBlocks) -> None:
+        specs = self.specs
+        blocks = -(-specs["input_tokens"].astype(np.int64) // numbered.block_size)
+        first = np.cumsum(blocks) - blocks
+        self._require(specs["prompt_is_tokens"] == 0, "prompt_is_tokens", "must be 0 with numbered blocks")
+        self._require(specs["prompt_count"] == blocks, "prompt_count", "must be the blocks that input_tokens take")
+        self._require(specs["prompt_offset"] == first, "prompt_offset", "must follow the blocks of the row before")
+        if int(blocks.sum()) != numbered.num_blocks:
+            raise WorkloadError(f"must be {int(blocks.sum())} blocks, got {numbered.num_blocks}", field="segments")
+
+    def _check_plans(self) -> None:
+        specs = self.specs
         plan = specs["planned_offset"]
         fits = (plan >= 0) & (plan <= self.num_planned - specs["max_output_tokens"])
         self._require((plan == NO_PLAN) | fits, "planned_offset", "must lie inside `planned`, or be -1")

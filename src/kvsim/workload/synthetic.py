@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvsim._core import content
 from kvsim.errors import ConfigError
 from kvsim.layout import SEGMENT
-from kvsim.workload.base import MAX_TOKENS, NumberedNames, Workload, new_specs, plan_outputs
+from kvsim.workload.base import MAX_TOKENS, NumberedBlocks, NumberedNames, Workload, new_specs, plan_outputs
 from kvsim.workload.requests import CONTENT_STRIDE
 
 __all__ = ["arrival_times", "flat_workload", "session_workload", "think_times"]
@@ -35,6 +35,8 @@ _PEER_CONTENT_SEED = 0
 #: Marks shared ids among the raw block ids; fresh ids count up from 0.
 _SHARED = 1 << 63
 _U32 = 1 << 32
+#: Numbered blocks are told apart by signed 32-bit numbers.
+_MAX_NUMBERED = 1 << 31
 
 
 def _rng(seed: int) -> np.random.Generator:
@@ -275,7 +277,10 @@ def session_workload(
         row_group = np.where(index < cached, 0, np.repeat(np.repeat(groups, turns), blocks))  # group 0: shared by all
         raw[is_shared] = np.uint64(_SHARED) | (row_group << 32 | index).astype(np.uint64)[is_shared]
         ids = content.intern_ids(raw)
-    segments, offset, count = content.block_segments(ids, blocks, inputs, block_size)
+    segments: Any = NumberedBlocks(int(blocks.sum()), block_size)
+    offset, count = np.cumsum(blocks) - blocks, blocks
+    if ids is not None or segments.num_blocks >= _MAX_NUMBERED or block_size > MAX_TOKENS:
+        segments, offset, count = content.block_segments(ids, blocks, inputs, block_size)
 
     specs = new_specs(n)
     first_turn = np.tile(np.arange(turns) == 0, sessions)
