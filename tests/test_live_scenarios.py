@@ -1,8 +1,8 @@
 """Live scenarios of the specification, under the virtual clock and against the wall clock.
 
-C1-C9 of acceptance-contract-replay.md, A12-A14, V4, V28-V33, V42 and V46 of acceptance-vllm.md, F6 of acceptance-sglang-handoff.md;
-where a scenario does not name the engine, for each of them. The wall clock is real: what is said about times holds
-for the virtual one only.
+C1-C9 of acceptance-contract-replay.md, A12-A14, V4, V28-V33, V42 and V46 of acceptance-vllm.md, F6 of
+acceptance-sglang-handoff.md; where a scenario does not name the engine, for each of them. The wall clock is real: what
+is said about times holds for the virtual one only.
 """
 
 from __future__ import annotations
