@@ -134,6 +134,8 @@ class Lower:
         self.ids = ids = itertools.count()
         #: whose transfer it is, of those on the links here
         self.users: dict[int, Tiers] = {}
+        #: what ranks that share it announce of its blocks
+        self.known: dict[int, Any] = {}
         self.g3 = Store(tiers.num_g3_blocks) if tiers.num_g3_blocks else None
         self.g4 = Store(None) if tiers.g4_storage else None
         self.links = {

@@ -11,7 +11,7 @@ from kvsim._core.types cimport (
     ARRIVING, BATCH_JOB, CHECK, COPY_JOB, G1_TO_G2, G2, G2_TO_G1, G2_TO_G3, G2_TO_G4, G3, G3_TO_G2, G4, G4_TO_G2,
     GROW_TIER_BLOCKS, GROW_TIER_ENTRIES, GROW_TIER_JOBS, HAS_PARENT, HOST_PINNED, NO_BLOCK, NO_JOB, NO_SLOT, NUM_LINKS,
     NUM_TIERS, OFFLOAD_JOB, PARKED, REMOVED, RESIDENT, STAGE_JOB, STORED, SWAP_JOB, content_t, header_t, origin_t,
-    rank_t, request_t, tier_block_t, tier_entry_t, tier_job_t, tiers_t, unlikely,
+    likely, rank_t, request_t, tier_block_t, tier_entry_t, tier_job_t, tiers_t, unlikely,
 )
 
 cdef enum:
@@ -392,13 +392,29 @@ cdef void link_advance(rank_t* d, int link, double now_ms) noexcept nogil:
     link_progress(d, link, now_ms)
 
 
+cdef inline void carry_below(rank_t* d, double now_ms) noexcept nogil:
+    """Let shared links carry on to a time that one rank has reached; what ends is not settled.
+
+    So no rank takes what others had under way before for what comes next.
+    """
+    cdef int link
+    if likely(d.num_sharers == 0):
+        return
+    for link in range(G2_TO_G3, NUM_LINKS):
+        link_advance(d, link, now_ms)
+    if d.tiers.clock_ms < now_ms:
+        d.tiers.clock_ms = now_ms
+
+
 cdef void link_start(rank_t* d, int link, int32_t row, int64_t blocks, double now_ms) noexcept nogil:
     """Put a job that moves `blocks` blocks on a link, not before the latest time that was looked at."""
     cdef tiers_t* t = d.tiers
+    carry_below(d.deep, now_ms)
     if now_ms < t.clock_ms:
         now_ms = t.clock_ms
     t.clock_ms = now_ms
-    link_advance(d, link, now_ms)
+    if d.num_sharers == 0:
+        link_advance(d, link, now_ms)
     if t.link_head[link] == NO_SLOT:
         t.link_ms[link] = now_ms
     d.tier_jobs[row].link = link
@@ -976,6 +992,7 @@ cdef bint tiers_tick(rank_t* r, double now_ms) noexcept nogil:
     r.command_ms = now_ms
     count_parked(r, now_ms)
     if r.header.num_transfers == 0:
+        carry_below(r.deep, now_ms)
         return False
     active = pool_active(r)
     while True:
