@@ -114,24 +114,28 @@ def tier_state(rank: SchedulerRank) -> dict[str, Any]:
     tiers, entries, jobs, blocks = (state.view(name) for name in ("tiers", "tier_entries", "tier_jobs", "tier_blocks"))
     own, requests, config = tiers[0], rank.requests, rank.config.kvbm_tiers
     assert config is not None
+    # Of G3, G4 and their links, which ranks may share.
+    deep = state.deep()
+    low, low_entries, low_jobs = deep.view("tiers")[0], deep.view("tier_entries"), deep.view("tier_jobs")
 
-    def chained(head: int) -> list[int]:
+    def chained(head: int, jobs: Any) -> list[int]:
         found, row = [], head
         while row >= 0:
             found.append(row)
             row = int(jobs[row]["next"])
         return found
 
-    def keys(row: int, first: int = 0) -> list[int]:
+    def keys(row: int, first: int = 0, jobs: Any = jobs, blocks: Any = blocks) -> list[int]:
         start = int(jobs[row]["first"])
         return [int(block["hash"]) for block in blocks[start + first : start + int(jobs[row]["count"])]]
 
     def store(tier: Tier) -> dict[str, Any]:
-        mine = entries[entries["tier"] == tier]
-        lru, row = [], int(own["lru_head"][tier])
+        heap, table = (entries, own) if tier == Tier.G2 else (low_entries, low)
+        mine = heap[heap["tier"] == tier]
+        lru, row = [], int(table["lru_head"][tier])
         while row >= 0:
-            lru.append(int(entries[row]["hash"]))
-            row = int(entries[row]["next"])
+            lru.append(int(heap[row]["hash"]))
+            row = int(heap[row]["next"])
         return {
             "resident": sorted(mine["hash"][mine["state"] == TierState.RESIDENT].tolist()),
             "pending": sorted(mine["hash"][mine["state"] != TierState.RESIDENT].tolist()),
@@ -142,7 +146,20 @@ def tier_state(rank: SchedulerRank) -> dict[str, Any]:
     def id_of(slot: int) -> int:
         return int(requests[slot]["id_hi"]) << 64 | int(requests[slot]["id_lo"])
 
-    ended = chained(int(own["ended_head"]))
+    def queued(tier: Tier) -> list[list[int]]:
+        heap, spans = (jobs, blocks) if tier == Tier.G2 else (low_jobs, deep.view("tier_blocks"))
+        return [keys(row, 0, heap, spans) for row in chained(int(own["wait_head"][tier]), heap)]
+
+    def on_link(link: TierLink) -> int:
+        if link < TierLink.G2_TO_G3:
+            ended = chained(int(own["ended_head"]), jobs)
+            return len(chained(int(own["link_head"][link]), jobs)) + sum(jobs[row]["link"] == link for row in ended)
+        active = chained(int(low["link_head"][link]), low_jobs)
+        ended = chained(int(own["below_head"]), low_jobs)
+        return sum(low_jobs[row]["rank"] == state.sharer for row in active) + sum(
+            low_jobs[row]["link"] == link for row in ended
+        )
+
     swaps = sorted(np.flatnonzero(jobs["kind"] == TierJob.SWAP).tolist(), key=lambda row: int(jobs[row]["id"]))
     owners = [slot for slot in range(len(requests)) if requests[slot]["status"] and state.depends(slot)]
     return {
@@ -152,13 +169,10 @@ def tier_state(rank: SchedulerRank) -> dict[str, Any]:
             "g4": store(Tier.G4) if config.g4_storage else None,
             "offloads": int(own["num_offloads"]),
             "queued": {
-                name: [keys(row) for row in chained(int(own["wait_head"][tier]))]
+                name: queued(tier)
                 for name, tier in (("g1_to_g2", Tier.G2), ("g2_to_g3", Tier.G3), ("g2_to_g4", Tier.G4))
             },
-            "on_links": [
-                len(chained(int(own["link_head"][link]))) + sum(jobs[row]["link"] == link for row in ended)
-                for link in TierLink
-            ],
+            "on_links": [on_link(link) for link in TierLink],
         },
         "parked": [
             (

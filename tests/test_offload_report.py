@@ -6,12 +6,16 @@ import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 import kvsim
+from kvsim import layout
+from kvsim._core.drive import Fleet
 from kvsim.cli import main
 from kvsim.compat import dynamo
 from kvsim.config import EngineConfig, FixedTiming, KvbmTiers, NativeHostOffload
+from kvsim.errors import ConfigError, SnapshotError
 from kvsim.layout import Tier, TierLink
 from kvsim.offload import host_blocks, host_lru, host_transfers, tier_blocks, tier_lru, tier_transfers
 from kvsim.rank import SchedulerRank
@@ -169,3 +173,68 @@ def test_views_of_tiers() -> None:
     plain = SchedulerRank(kvsim.RankIdentity(), ENGINE)
     assert tier_blocks(plain, Tier.G2).size == tier_lru(plain, Tier.G2).size == len(tier_transfers(plain)[1]) == 0
     assert host_blocks(plain).size == host_lru(plain).size == host_transfers(plain).size == 0
+
+
+# ---------------------------------------------------------------- workers that share G3
+
+
+def shared_requests() -> list[dict[str, Any]]:
+    """Round robin over two workers: the second is asked for what the first computed and pushed out."""
+    firsts = (0, 5000, 1000, 0)
+    return [
+        {"arrival_time_ms": 500.0 * k, "input_token_ids": list(range(first, first + 16)), "output_tokens": 1}
+        for k, first in enumerate(firsts)
+    ]
+
+
+def test_a_worker_finds_what_another_brought_to_the_disk() -> None:
+    tiers = TIERS.replace(kvbm_tiers=KvbmTiers(num_g2_blocks=8, num_g3_blocks=16))
+    runs = [kvsim.replay(shared_requests(), tiers, workers=2, placement="round_robin") for _ in range(2)]
+    summary = runs[0].summary
+    assert summary["offload_disk_to_host_bytes"] == 4 * BLOCK
+    assert summary["offload_lower_hit_tokens"] == 12
+    assert runs[0].requests.tobytes() == runs[1].requests.tobytes()
+    # Each worker brings four blocks down: only one of them finds room.
+    small = TIERS.replace(kvbm_tiers=KvbmTiers(num_g2_blocks=8, num_g3_blocks=4))
+    assert (
+        kvsim.replay(shared_requests(), small, workers=2, placement="round_robin").summary[
+            "offload_disk_evicted_blocks"
+        ]
+        > 0
+    )
+
+
+def make_fleet(*configs: EngineConfig) -> tuple[Fleet, list[SchedulerRank]]:
+    fleet = Fleet(np.zeros(0, layout.REQUEST_RECORD), np.zeros(1, np.int64))
+    ranks = [SchedulerRank(kvsim.RankIdentity(number), config) for number, config in enumerate(configs)]
+    for rank in ranks:
+        fleet.add_worker([rank._state])
+    return fleet, ranks
+
+
+def test_what_a_worker_brought_down_outlives_it() -> None:
+    fleet, (first, second) = make_fleet(TIERS, TIERS)
+    first._state.tier_put(Tier.G3, [1, 2, 3])
+    assert tier_blocks(second, Tier.G3)["hash"].tolist() == [1, 2, 3]
+    fleet.remove_worker(0)
+    del first
+    second._state.tier_put(Tier.G3, [4])
+    late = SchedulerRank(kvsim.RankIdentity(2), TIERS)
+    fleet.add_worker([late._state])
+    assert tier_lru(late, Tier.G3).tolist() == [1, 2, 3, 4]
+    for rank in (second, late):
+        rank.check_integrity()
+        with pytest.raises(SnapshotError, match="shares G3 or G4"):
+            rank.fork()
+
+
+def test_pools_share_only_tiers_that_are_equal() -> None:
+    other = TIERS.replace(kvbm_tiers=KvbmTiers(num_g2_blocks=4, num_g3_blocks=8, g1_to_g2_gbps=1.0))
+    fleet, (first,) = make_fleet(TIERS)
+    ranks = [SchedulerRank(kvsim.RankIdentity(number), config) for number, config in enumerate((other, TIERS))]
+    with pytest.raises(ConfigError, match="num_g3_blocks"):
+        fleet.add_worker([ranks[0]._state])
+    fleet.add_worker([ranks[0]._state], 1)
+    fleet.add_worker([ranks[1]._state], 2)
+    first._state.tier_put(Tier.G3, [1])
+    assert [len(tier_blocks(rank, Tier.G3)) for rank in ranks] == [0, 1]

@@ -31,9 +31,10 @@ from kvsim.contract import (
     Submit,
     SubmitHandoffPrefill,
 )
-from kvsim.errors import CommandError
+from kvsim.errors import CommandError, SnapshotError
 from kvsim.rank import SchedulerRank
 from model.paged import PagedModel
+from model.tiers import Lower
 from support import TierIndex, plain, rank_state, same_effects
 
 EXAMPLES = int(os.environ.get("KVSIM_EXAMPLES", "24"))
@@ -79,10 +80,12 @@ def random_config(rng: random.Random) -> EngineConfig:
 class Sides:
     """The twin and the kernel driven as one."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, lower: Lower | None = None, owner: Any = None) -> None:
         self.config = config
-        self.twin = PagedModel(IDENTITY, config)
+        self.twin = PagedModel(IDENTITY, config, lower=lower)
         self.rank = SchedulerRank(IDENTITY, config)
+        if owner is not None:
+            self.rank._state.share_tiers(owner)
         self.index = TierIndex()
         self.now = 0.0
         self.in_flight: tuple[RankPass, RankPass] | None = None
@@ -455,3 +458,77 @@ def test_histories_of_the_twin_lose_nothing() -> None:
     assert counts["began"] > counts["cancelled"] > 0
     assert counts["copied"] > counts["staged"] > 0
     assert counts["filtered"] > 0
+
+
+# ---------------------------------------------------------------- ranks that share G3, G4 and their links
+
+
+class Sharer(Sides):
+    """A twin and a kernel that share what lies below G2 with others of their kind; neither can be copied alone."""
+
+    def fork_or_reload(self, rng: random.Random) -> None:
+        with pytest.raises(SnapshotError, match="shares G3 or G4"):
+            self.rank.fork()
+        with pytest.raises(SnapshotError, match="shares G3 or G4"):
+            self.rank.snapshot()
+
+
+class SharingHistory(History):
+    """A history of one of several ranks that use the same tiers below G2."""
+
+    def __init__(self, seed: int, number: int, config: EngineConfig, lower: Lower, owner: Any) -> None:
+        self.rng = random.Random(10 * seed + number)
+        self.sides = Sharer(config, lower, owner)
+        self.next = 1 + 1000 * number
+        self.idle = False
+        self.trail = []
+
+
+def play_together(seed: int) -> list[SharingHistory]:
+    """Three ranks, one of which leaves and is replaced by a new one; whoever is behind goes on."""
+    rng = random.Random(seed)
+    config = random_config(rng)
+    while config.kvbm_tiers is None or not (config.kvbm_tiers.num_g3_blocks or config.kvbm_tiers.g4_storage):
+        config = random_config(rng)
+    lower, owner = Lower(config), SchedulerRank(IDENTITY, config)._state.make_owner()
+    histories = [SharingHistory(seed, k, config, lower, owner) for k in range(3)]
+    left: list[SharingHistory] = []
+    try:
+        for turn in range(STEPS):
+            k = min(range(3), key=lambda k: histories[k].sides.now)
+            histories[k].step()
+            if turn % 20 == 0:
+                for history in histories:
+                    history.sides.compare()
+            if turn == STEPS // 2:
+                gone = histories[k]
+                gone.finish()
+                gone.sides.rank._state.leave_tiers()
+                left.append(gone)
+                histories[k] = SharingHistory(seed, 3, config, lower, owner)
+        for history in histories:
+            history.finish()
+        for history in histories:
+            history.verify()
+            history.sides.compare()
+    except BaseException as error:
+        error.add_note(f"shared history {seed}")
+        raise
+    return [*left, *histories]
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_ranks_that_share_lower_tiers_agree_with_twins_that_do(part: int) -> None:
+    for seed in range(part, max(PARTS, EXAMPLES // 20), PARTS):
+        play_together(seed)
+
+
+def test_shared_histories_twice_are_the_same() -> None:
+    for seed in range(3):
+        first, second = play_together(seed), play_together(seed)
+        assert [history.trail for history in first] == [history.trail for history in second]
+
+
+def test_shared_histories_bring_blocks_back() -> None:
+    histories = [history for seed in range(10) for history in play_together(seed)]
+    assert sum(history.twin.tiers.staged for history in histories if history.twin.tiers is not None) > 0

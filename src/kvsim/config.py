@@ -173,9 +173,10 @@ class KvbmTiers(_Strict, frozen=True):
     num_g2_blocks : int
         Capacity of G2 of each rank, > 0.
     num_g3_blocks : int
-        Capacity of G3, which the workers of a pool share; 0: there is none.
+        Capacity of G3; 0: there is none. The workers of a run whose block size, bytes per token, G3, G4 and their
+        bandwidths are equal share one G3, one G4 and the links to them, whatever their pool.
     g4_storage : bool
-        Whether there is an object store, shared and unbounded.
+        Whether there is an object store, unbounded, shared like G3.
     offload_batch_size : int
         Blocks of a transfer on the way down, and how many such transfers run at a time; 0 is 32.
     g1_to_g2_gbps, g2_to_g1_gbps, g2_to_g3_gbps, g3_to_g2_gbps, g2_to_g4_gbps, g4_to_g2_gbps : float

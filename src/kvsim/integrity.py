@@ -460,13 +460,13 @@ def _check_tiers(state: Any, config: Any, header: Any, requests: Any) -> list[in
         _check_tier_entries(deep_state, config, low, deep["tier_entries"])
 
     ended: dict[int, list[int]] = {link: [] for link in _Link}
-    for table, heap, mine in ((own, jobs, slice(0, 2)), (low, deep["tier_jobs"], slice(2, None))):
-        unsettled = _chained("ended", int(table["ended_head"]), int(table["ended_tail"]), heap)
+    for name, heap, mine in (("ended", jobs, slice(0, 2)), ("below", deep["tier_jobs"], slice(2, None))):
+        unsettled = _chained(name, int(own[f"{name}_head"]), int(own[f"{name}_tail"]), heap)
         first = min((float(heap["ended_ms"][row]) for row in unsettled), default=np.inf)
-        _same("ended_ms", float(table["ended_ms"]), first)
+        _same(f"{name}_ms", float(own[f"{name}_ms"]), first)
         for row in unsettled:
-            if heap["link"][row] in list(_Link)[mine]:
-                ended[int(heap["link"][row])].append(row)
+            _require(heap["link"][row] in list(_Link)[mine], f"{name}: a transfer of another link")
+            ended[int(heap["link"][row])].append(row)
     links = {}
     for link in _Link:
         table, heap = (own, jobs) if link < _Link.G2_TO_G3 else (low, deep["tier_jobs"])
@@ -543,8 +543,10 @@ def _check_tiers(state: Any, config: Any, header: Any, requests: Any) -> list[in
     _require((entries["pins"][near] == pins[near]).all(), "pins of G2 differ from the jobs that read it")
     arriving = np.flatnonzero(near & (entries["state"] != _State.RESIDENT))
     _same("blocks on their way to G2", sorted(filled), arriving.tolist())
-    if not shared:
-        _check_below(deep, stages, copies)
+    if shared:
+        # Those of all sharers, each of which looks for its own on a link or waiting for it.
+        stages, copies = (np.flatnonzero(deep_kinds == kind).tolist() for kind in (_Job.STAGE, _Job.COPY))
+    _check_below(deep, stages, copies)
     _check_parked(state, own, requests, jobs, swaps)
     return held
 

@@ -584,7 +584,8 @@ TIERS = np.dtype(
         ("parked_ms", "<f8"),  # summed over requests: from parking until its end was seen
         ("seen_ms", "<f8"),  # until when that is counted
         ("clock_ms", "<f8"),  # latest time that was looked at; nothing starts before it
-        ("ended_ms", "<f8"),  # first end that was not settled yet, infinity: none
+        ("ended_ms", "<f8"),  # first end on G1-G2 that was not settled yet, infinity: none
+        ("below_ms", "<f8"),  # the same, of this rank's transfers on the links below
         ("link_ms", "<f8", (NUM_LINKS,)),  # until when progress is accounted for
         ("link_next_ms", "<f8", (NUM_LINKS,)),  # when the next transfer of the link ends, infinity: none
         ("link_head", "<i4", (NUM_LINKS,)),  # transfers, in order of their start
@@ -595,8 +596,10 @@ TIERS = np.dtype(
         ("wait_tail", "<i4", (NUM_TIERS,)),
         ("free_entry", "<i4"),  # heads of the lists of unused rows
         ("free_job", "<i4"),
-        ("ended_head", "<i4"),  # transfers that have ended and were not settled
+        ("ended_head", "<i4"),  # transfers on G1-G2 that have ended and were not settled
         ("ended_tail", "<i4"),
+        ("below_head", "<i4"),  # the same, of this rank's jobs below, which may lie in tables that others share
+        ("below_tail", "<i4"),
         ("done_head", "<i4"),  # swaps whose blocks have come, in order of parking; empty between calls
         ("done_tail", "<i4"),
         ("parked_head", "<i4"),  # parked requests, in order of parking

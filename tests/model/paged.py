@@ -41,7 +41,7 @@ from model.handoff import HandoffRank, Handoffs
 from model.hashing import ChaCha12, chain, lineage_hash, local_hash, synthetic_token
 from model.host import LOAD, STORE, HostTier, Transfer
 from model.pool import Block, BlockPool, Reservation
-from model.tiers import Offload, SwapIn, Tiers
+from model.tiers import Lower, Offload, SwapIn, Tiers
 from model.timing import Timing
 from model.welford import Welford
 
@@ -184,7 +184,9 @@ class PassState:
 class PagedModel(HandoffRank):
     """One rank; the methods are those of kvsim.SchedulerRank."""
 
-    def __init__(self, identity: RankIdentity, config: EngineConfig, timing: Any = None) -> None:
+    def __init__(
+        self, identity: RankIdentity, config: EngineConfig, timing: Any = None, lower: Lower | None = None
+    ) -> None:
         assert config.backend in ("vllm", "trtllm")
         self.identity = identity
         self.config = config
@@ -211,11 +213,13 @@ class PagedModel(HandoffRank):
         #: what each unfinished store brings: (index in the prompt, block as announced, parent's hash)
         self.store_blocks: dict[int, list[tuple[int, StoredBlock, int | None]]] = {}
         #: tiers that take what is evicted
-        self.tiers = Tiers(config, self.pool.free_quarantined, self._announce_host) if config.tiers_attached else None
+        self.tiers = None
+        if config.tiers_attached:
+            self.tiers = Tiers(config, self.pool.free_quarantined, self._announce_host, lower)
         #: requests whose blocks come back, in the order in which they began
         self.parked: list[Parked] = []
         #: block hash -> (block as announced, parent's hash), of every block that was ever findable
-        self.known: dict[int, tuple[StoredBlock, int | None]] = {}
+        self.known: dict[int, tuple[StoredBlock, int | None]] = {} if lower is None else lower.known
         #: time of the pass, the command or the tick that is under way
         self.now_ms = 0.0
         #: no pass computes before this

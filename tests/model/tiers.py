@@ -126,12 +126,16 @@ class SwapIn:
 
 
 class Lower:
-    """What lies below host memory: disk and object store with their links."""
+    """What lies below host memory: disk and object store with their links; several ranks may use it."""
 
-    def __init__(self, config: EngineConfig, ids: Any = None) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         tiers = config.kvbm_tiers
         assert tiers is not None
-        ids = itertools.count() if ids is None else ids
+        self.ids = ids = itertools.count()
+        #: whose transfer it is, of those on the links here
+        self.users: dict[int, Tiers] = {}
+        #: what ranks that share it announce of its blocks
+        self.known: dict[int, Any] = {}
         self.g3 = Store(tiers.num_g3_blocks) if tiers.num_g3_blocks else None
         self.g4 = Store(None) if tiers.g4_storage else None
         self.links = {
@@ -144,6 +148,7 @@ class Tiers:
 
     `free` is called with the slots that are free again, `announce` with
     ("stored" | "removed", block) for what enters and leaves host memory.
+    `lower` is what it shares with others, its own by default.
     """
 
     def __init__(
@@ -151,6 +156,7 @@ class Tiers:
         config: EngineConfig,
         free: Callable[[list[int]], None],
         announce: Callable[[str, int], None],
+        lower: Lower | None = None,
     ) -> None:
         tiers = config.kvbm_tiers
         assert tiers is not None
@@ -159,8 +165,8 @@ class Tiers:
         self.batch_size = tiers.offload_batch_size or 32
         self.free = free
         self.announce = announce
-        ids = itertools.count()
-        lower = Lower(config, ids)
+        self.lower = lower = Lower(config) if lower is None else lower
+        ids = lower.ids
         self.g2 = Store(tiers.num_g2_blocks)
         self.g3, self.g4 = lower.g3, lower.g4
         self.links = {name: SharedLink(getattr(tiers, f"{name}_gbps"), ids) for name in LINKS[:2]} | lower.links
@@ -181,6 +187,8 @@ class Tiers:
     # ------------------------------------------------------------ time
 
     def next_deadline(self) -> float | None:
+        if not self.carried:
+            return None
         times = [time for time, _, _ in self.ended]
         times += [deadline for link in self.links.values() if (deadline := link.next_deadline_ms()) is not None]
         return min(times, default=None)
@@ -188,7 +196,8 @@ class Tiers:
     def _carry(self, now: float) -> None:
         """Let the links work; what ends is not settled."""
         for place, name in enumerate(LINKS):
-            self.ended += [(time, place, transfer) for transfer, time in self.links[name].advance(now)]
+            for transfer, time in self.links[name].advance(now):
+                self.lower.users.pop(transfer, self).ended.append((time, place, transfer))
 
     def tick(self, now: float) -> bool:
         """Settle what has ended by now, in order of time; whether anything had."""
@@ -206,7 +215,10 @@ class Tiers:
 
     def _start(self, name: str, blocks: int, now: float, carried: Batch | SwapIn) -> None:
         self._carry(now)
-        self.carried[self.links[name].start(now, blocks * self.block_bytes)] = carried
+        transfer = self.links[name].start(now, blocks * self.block_bytes)
+        self.carried[transfer] = carried
+        if name in self.lower.links:
+            self.lower.users[transfer] = self
 
     def _settle(self, name: str, carried: Batch | SwapIn, time: float) -> None:
         if isinstance(carried, SwapIn):
@@ -271,9 +283,10 @@ class Tiers:
             self._start(name, len(batch.keys), now, batch)
 
     def _on_link(self, name: str) -> int:
-        """Transfers of a link that are not settled."""
+        """Its own transfers on a link that are not settled."""
         place = LINKS.index(name)
-        return len(self.links[name].active) + sum(other == place for _, other, _ in self.ended)
+        active = sum(transfer.transfer_id in self.carried for transfer in self.links[name].active)
+        return active + sum(other == place for _, other, _ in self.ended)
 
     def _register(self, batch: Batch, time: float) -> None:
         assert batch.offload is not None
@@ -403,7 +416,7 @@ class Tiers:
                     pins[key] = pins.get(key, 0) + 1
         assert {key: cell.pins for key, cell in self.g2.cells.items() if cell.pins} == pins
         assert set(self.swaps()) == {swap for swap in parked if not swap.done}
-        assert sum(len(link.active) for link in self.links.values()) + len(self.ended) == len(self.carried)
+        assert sum(map(self._on_link, LINKS)) == len(self.carried)
         for name, queue in self.queued.items():
             assert not queue or self._on_link(name) == self.limits[name]
 

@@ -38,6 +38,7 @@ from libc.string cimport memcpy, memmove, memset
 import numpy as np
 
 from kvsim import layout
+from kvsim.errors import ConfigError
 from kvsim._core.engine cimport (
     engine_activate, engine_active, engine_boundary, engine_cancel_destination, engine_cancel_source, engine_deadline,
     engine_drained, engine_emit, engine_events_shown, engine_fail, engine_fail_stuck,
@@ -307,6 +308,8 @@ cdef class Fleet:
     """
 
     cdef list _states
+    cdef list _tier_owners        # (what lies below G2, RankState whose tables hold it)
+    cdef dict _pool_tiers         # what lies below G2, by pool
     cdef object _rank_memory
     cdef rank_t** ranks
     cdef int64_t num_ranks
@@ -474,6 +477,7 @@ cdef class Fleet:
         self.led = False
         self.stop_ms = self.ahead_ms = -INFINITY
         self._fpm_open, self._fpm = {}, {}
+        self._tier_owners, self._pool_tiers = [], {}
         self._tracks, self._end_memory, self._log_memory, self._log_weights = [], [], [], []
         # Per rank: weight that runs on into the window, and the end of the pass before it.
         self._carry = []
@@ -517,6 +521,7 @@ cdef class Fleet:
         cdef int64_t first = self.num_ranks
         cdef int64_t i
         cdef worker_t* worker
+        self._share_tiers(states, pool)
         if w == self.worker_cap:
             self._reserve_workers(2 * w)
         if first + len(states) > self.rank_cap:
@@ -556,14 +561,44 @@ cdef class Fleet:
         self.num_workers += 1
         return w, first
 
+    def _share_tiers(self, states, int64_t pool):
+        """Let ranks that are about to take part use the G3 and G4 of all that have the same below G2."""
+        states = [state for state in states if state.tiers_below() is not None]
+        for state in states:
+            shape = state.tiers_below()
+            expected = self._pool_tiers.get(pool, shape)
+            for name, value in shape.items():
+                if value != expected[name]:
+                    raise ConfigError(name, f"workers of a pool share it: it is {expected[name]} already, got {value}")
+            if state.deep() is not state or not state.is_untouched_below():
+                raise ValueError("a rank whose G3 or G4 is in use already cannot share those of a run")
+        for state in states:
+            shape = state.tiers_below()
+            self._pool_tiers[pool] = shape
+            for known, owner in self._tier_owners:
+                if known == shape:
+                    break
+            else:
+                owner = state.make_owner()
+                self._tier_owners.append((shape, owner))
+            state.share_tiers(owner)
+
     def remove_worker(self, int64_t w):
-        """Forget a worker that is idle and has no request; its numbers are not used again."""
+        """Forget a worker that is idle and has no request; its numbers are not used again.
+
+        What it brought to tiers that it shares stays there. It must have no transfer
+        under way.
+        """
         cdef worker_t* worker = &self.workers[w]
         cdef int64_t i
         if not worker.live or worker.busy:
             raise ValueError(f"worker {w} is busy or already removed")
+        for i in range(worker.first_rank, worker.first_rank + worker.num_ranks):
+            if self.ranks[i].config.tiers and self.ranks[i].header.num_transfers > 0:
+                raise ValueError(f"worker {w} has transfers between its tiers under way")
         worker.live = 0
         for i in range(worker.first_rank, worker.first_rank + worker.num_ranks):
+            self._states[i].leave_tiers()
             self.fold(i)
             self._log_memory[i] = self._log_weights[i] = None
             self._states[i] = None
@@ -1775,7 +1810,8 @@ cdef class Fleet:
                     # No destination is let in, and what it shows waits for the events of the pass.
                     engine_transport(r, self.now_ms)
                     continue
-                engine_internal_work(r, self.now_ms)
+                if not engine_internal_work(r, self.now_ms):
+                    continue
                 if r.config.tiers:
                     self.retry_pending(w, rank)
                 self.show_events(rank, self.now_ms)
@@ -1918,6 +1954,8 @@ cdef class Fleet:
         for state in self._states:
             if state is not None:
                 (<RankState>state)._outgrown.clear()
+        for _, owner in self._tier_owners:
+            (<RankState>owner)._outgrown.clear()
 
     def _end_call(self):
         # A submission cannot stop the loop: what a policy raised there is found here.

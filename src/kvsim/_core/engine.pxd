@@ -274,12 +274,13 @@ cdef inline double engine_deadline(const rank_t* r) noexcept nogil:
     return tiers_deadline(r) if r.config.tiers else host_deadline(r)
 
 
-cdef inline void engine_internal_work(rank_t* r, double now_ms) noexcept nogil:
-    """Settle transfers due at `now_ms`; not while a pass is in flight."""
+cdef inline bint engine_internal_work(rank_t* r, double now_ms) noexcept nogil:
+    """Settle transfers due at `now_ms`, not while a pass is in flight; false if only others had any on shared links."""
     if r.config.tiers:
-        tiers_tick(r, now_ms)
-    elif r.header.num_transfers > 0:
+        return tiers_tick(r, now_ms)
+    if r.header.num_transfers > 0:
         host_work(r, now_ms)
+    return True
 
 
 cdef inline void engine_transport(rank_t* r, double now_ms) noexcept nogil:

@@ -939,7 +939,8 @@ cdef double stall_end(const rank_t* r, double start_ms) noexcept nogil:
     """End of a pass of a rank with KVBM tiers: one without duration lasts until the next transfer ends."""
     cdef double end_ms = (start_ms + r.p.prefill_ms) + r.p.decode_ms
     cdef double deadline
-    if end_ms <= start_ms:
+    # Transfers of others on links that it shares are not what it waits for.
+    if end_ms <= start_ms and r.header.num_transfers > 0:
         deadline = tiers_deadline(r)
         if deadline < INFINITY and deadline > end_ms:
             return deadline

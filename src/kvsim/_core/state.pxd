@@ -17,6 +17,9 @@ cdef class RankState:
     cdef object _found
     cdef object _wheel
     cdef list _outgrown
+    cdef RankState _lower         # that whose G3 and G4 it shares
+    cdef list _sharers
+    cdef object _sharer_memory
     cdef dict _offsets
     cdef object _profile
     cdef object _policy

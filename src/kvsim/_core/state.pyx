@@ -42,7 +42,7 @@ from kvsim._core.signals cimport progressed
 from kvsim._core.tiers cimport tier_find, tier_put, tiers_depend, tiers_make_room, tiers_reindex, tiers_reset, tiers_tick
 from kvsim._core.timing cimport kvsim_modelled_ms
 from kvsim._core.types cimport (
-    DESTINATION_PENDING, G1_TO_G2, G2, GROW_EVENT_BLOCKS, GROW_EVENTS, GROW_HOST_ENTRIES, GROW_NODES,
+    DESTINATION_PENDING, G1_TO_G2, G2, G2_TO_G3, G2_TO_G4, G3, G3_TO_G2, G4, G4_TO_G2, GROW_EVENT_BLOCKS, GROW_EVENTS, GROW_HOST_ENTRIES, GROW_NODES,
     GROW_OFFLOAD_BLOCKS, GROW_OFFLOAD_EVENTS, GROW_PRESSURES, GROW_REQUESTS, GROW_RUNS, GROW_SIGNALS, GROW_TABLES, GROW_TIER_BLOCKS,
     GROW_TIER_ENTRIES, GROW_TIER_JOBS, GROW_TRANSFER_BLOCKS, GROW_TRANSFERS, NO_BLOCK, NO_ROLE, NO_SLOT, PASS_OK, RADIX, admission_t, block_t, config_t, content_t, copy_t,
     event_block_t, event_t, handoff_t, header_t, host_entry_t, host_t, lease_t, node_t, offload_block_t,
@@ -716,6 +716,68 @@ cdef class RankState:
         """The state whose tables hold G3, G4 and their links: this one, unless it shares them."""
         return <RankState>self.r.deep.owner
 
+    def tiers_below(self):
+        """Field names and values that ranks must agree in to share G3 and G4; None without these tiers."""
+        cdef const config_t* c = self.r.config
+        if not c.tiers or (c.tier_blocks[G3] == 0 and c.tier_blocks[G4] == 0):
+            return None
+        return {
+            "block_size": c.block_size,
+            "kv_cache_bytes_per_token": c.block_bytes // <uint64_t>c.block_size,
+            "kvbm_tiers.num_g3_blocks": c.tier_blocks[G3],
+            "kvbm_tiers.g4_storage": c.tier_blocks[G4] != 0,
+            # Rates are per millisecond.
+            "kvbm_tiers.g2_to_g3_gbps": c.link_rates[G2_TO_G3] / 1e6,
+            "kvbm_tiers.g3_to_g2_gbps": c.link_rates[G3_TO_G2] / 1e6,
+            "kvbm_tiers.g2_to_g4_gbps": c.link_rates[G2_TO_G4] / 1e6,
+            "kvbm_tiers.g4_to_g2_gbps": c.link_rates[G4_TO_G2] / 1e6,
+        }
+
+    def is_untouched_below(self):
+        """Whether nothing lies in its own G3 and G4, and nothing moves."""
+        cdef const tiers_t* t = self.r.tiers
+        return self.r.header.num_transfers == 0 and t.num_entries[G3] + t.num_entries[G4] == 0
+
+    def make_owner(self):
+        """A state that runs nothing, for `share_tiers` of this rank and of others that have the same below G2."""
+        config = self.view("config").copy()
+        config["num_blocks"] = 1
+        config["emit_events"] = 0
+        return RankState(config, 0)
+
+    def share_tiers(self, RankState owner):
+        """Use G3, G4 and their links of `owner` from now on, as others do; its own must be untouched."""
+        cdef int64_t number = owner.r.num_sharers
+        if owner._sharers is None:
+            owner._sharers = []
+        if number == len(owner._sharers):
+            memory = np.zeros(max(4, 2 * number), np.uintp)
+            memory[:number] = owner._sharer_memory if number else 0
+            owner._sharer_memory = memory
+            owner._sharers += [None] * (len(memory) - number)
+            owner.r.sharers = <rank_t**>address(memory)
+        owner._sharers[number] = self
+        owner.r.sharers[number] = &self.r
+        owner.r.num_sharers = number + 1
+        self._lower = owner
+        self.r.deep = &owner.r
+        self.r.sharer = <int32_t>number
+
+    def leave_tiers(self):
+        """Share no longer; what it brought there stays. No transfer may be under way."""
+        cdef RankState owner = self._lower
+        if owner is None:
+            return
+        owner._sharers[self.r.sharer] = None
+        owner.r.sharers[self.r.sharer] = NULL
+        self.r.deep = &self.r
+        self.r.sharer = 0
+        self._lower = None
+
+    def _check_private(self, what):
+        if self._lower is not None:
+            raise SnapshotError(f"a rank that shares G3 or G4 with the workers of its run cannot be {what} alone")
+
     @property
     def sharer(self):
         """Number of this rank among those that share G3 and G4."""
@@ -1097,6 +1159,7 @@ cdef class RankState:
 
     def fork(self):
         """An independent copy; request content is shared, it is read-only."""
+        self._check_private("forked")
         cdef RankState other = RankState.__new__(RankState)
         other._policy = self._policy
         other._timing = self._timing
@@ -1117,6 +1180,7 @@ cdef class RankState:
 
     def save(self):
         """(arena bytes, section sizes, contents): enough for `load`."""
+        self._check_private("saved")
         arena = np.zeros(len(self.arena), np.uint8)
         _copy_rows(self.arena, self._offsets, arena, self._offsets, self._used())
         return arena, {name: size for name, (_, size) in self._offsets.items()}, list(self._contents)
@@ -1124,6 +1188,7 @@ cdef class RankState:
     def load(self, arena, sizes, contents):
         """Become the state that `save` returned."""
         cdef int64_t i
+        self._check_private("restored")
         if set(sizes) != set(_SECTIONS):
             raise SnapshotError("the snapshot has other tables than this version of kvsim")
         old = self._offsets

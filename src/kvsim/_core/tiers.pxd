@@ -14,7 +14,10 @@
 #
 # All N transfers of a link progress at an Nth of its rate (offload/links.py has
 # the same rule in Python). The tables of G3, G4 and their links lie in the
-# arena of `rank_t.deep`: the rank's own, unless several ranks share them.
+# arena of `rank_t.deep`: the rank's own, unless several ranks share them. Then
+# `deep` is a rank that does nothing but own them. Whoever lets time pass lets
+# all transfers of shared links progress, but an end is settled by the rank
+# whose transfer it was, when that rank is ticked.
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
@@ -27,7 +30,7 @@ cdef enum swap:  # of a prompt that was let in
 
 cdef bint tiers_make_room(rank_t* r, int64_t fresh, int64_t kept) noexcept nogil
 cdef int tiers_swap(rank_t* r, int32_t slot, int64_t skip) noexcept nogil
-cdef void tiers_tick(rank_t* r, double now_ms) noexcept nogil
+cdef bint tiers_tick(rank_t* r, double now_ms) noexcept nogil
 cdef void tiers_drop(rank_t* r, int32_t slot) noexcept nogil
 cdef void tiers_ready(rank_t* r) noexcept nogil
 cdef void tiers_reset(rank_t* r) noexcept nogil
@@ -37,8 +40,11 @@ cdef int32_t tier_find(const rank_t* d, int32_t tier, uint64_t hash) noexcept no
 
 
 cdef inline double tiers_deadline(const rank_t* r) noexcept nogil:
-    """When the next transfer on any link ends, or has ended without being settled; infinity if there is none."""
-    cdef double deadline = r.tiers.ended_ms if r.tiers.ended_ms < r.deep.tiers.ended_ms else r.deep.tiers.ended_ms
+    """When the next transfer on any link ends, or has ended without being settled; infinity if there is none.
+
+    Transfers of others on shared links count, since theirs end all the sooner then.
+    """
+    cdef double deadline = r.tiers.ended_ms if r.tiers.ended_ms < r.tiers.below_ms else r.tiers.below_ms
     cdef double next_ms
     cdef int link
     for link in range(NUM_LINKS):

@@ -11,7 +11,7 @@ from kvsim._core.types cimport (
     ARRIVING, BATCH_JOB, CHECK, COPY_JOB, G1_TO_G2, G2, G2_TO_G1, G2_TO_G3, G2_TO_G4, G3, G3_TO_G2, G4, G4_TO_G2,
     GROW_TIER_BLOCKS, GROW_TIER_ENTRIES, GROW_TIER_JOBS, HAS_PARENT, HOST_PINNED, NO_BLOCK, NO_JOB, NO_SLOT, NUM_LINKS,
     NUM_TIERS, OFFLOAD_JOB, PARKED, REMOVED, RESIDENT, STAGE_JOB, STORED, SWAP_JOB, content_t, header_t, origin_t,
-    rank_t, request_t, tier_block_t, tier_entry_t, tier_job_t, tiers_t, unlikely,
+    likely, rank_t, request_t, tier_block_t, tier_entry_t, tier_job_t, tiers_t, unlikely,
 )
 
 cdef enum:
@@ -174,14 +174,17 @@ cdef inline int64_t room_of(const rank_t* d, int32_t tier) noexcept nogil:
     return d.config.tier_blocks[tier] - d.tiers.num_entries[tier] + d.tiers.num_evictable[tier]
 
 
-cdef void make_room_in(rank_t* d, int32_t tier, int64_t need) noexcept nogil:
-    """Evict the oldest blocks of a tier until `need` fit; there must be enough. What leaves G2 is announced."""
+cdef void make_room_in(rank_t* r, rank_t* d, int32_t tier, int64_t need) noexcept nogil:
+    """Evict the oldest blocks of a tier of `d` until `need` of `r` fit; there must be enough.
+
+    What leaves G2 is announced.
+    """
     cdef int32_t row
     cdef uint64_t hash
     while d.config.tier_blocks[tier] - d.tiers.num_entries[tier] < need:
         row = d.tiers.lru_head[tier]
         hash = d.tier_entries[row].hash
-        d.tiers.evicted[tier] += 1
+        r.tiers.evicted[tier] += 1
         lru_unlink(d, row)
         entry_close(d, row)
         if tier == G2 and d.config.emit_events:
@@ -193,7 +196,7 @@ cdef void make_room_in(rank_t* d, int32_t tier, int64_t need) noexcept nogil:
 cdef void tier_put(rank_t* d, int32_t tier, uint64_t hash) noexcept nogil:
     """A block appears in a tier, for tests: nothing if it is there already or there is no room."""
     if tier_find(d, tier, hash) == NO_SLOT and room_of(d, tier) > 0:
-        make_room_in(d, tier, 1)
+        make_room_in(d, d, tier, 1)
         lru_append(d, entry_open(d, tier, hash, RESIDENT))
 
 
@@ -349,9 +352,15 @@ cdef void link_progress(rank_t* d, int link, double now_ms) noexcept nogil:
     link_foresee(d, link)
 
 
+cdef inline rank_t* user_of(rank_t* d, int32_t row) noexcept nogil:
+    """The rank whose blocks a job below moves."""
+    return d if d.num_sharers == 0 else d.sharers[d.tier_jobs[row].rank]
+
+
 cdef void link_advance(rank_t* d, int link, double now_ms) noexcept nogil:
-    """Let a link carry its transfers until `now_ms`; those that end wait to be settled."""
+    """Let a link carry its transfers until `now_ms`; those that end wait until their rank settles them."""
     cdef tiers_t* t = d.tiers
+    cdef tiers_t* own
     cdef int64_t count
     cdef double least
     cdef double at_ms
@@ -369,21 +378,43 @@ cdef void link_advance(rank_t* d, int link, double now_ms) noexcept nogil:
                 d.tier_jobs[row].remaining = 0.0
                 d.tier_jobs[row].ended_ms = at_ms
                 list_remove(d, &t.link_head[link], &t.link_tail[link], row)
-                list_push(d, &t.ended_head, &t.ended_tail, row)
-                if at_ms < t.ended_ms:
-                    t.ended_ms = at_ms
+                if link < G2_TO_G3:
+                    list_push(d, &t.ended_head, &t.ended_tail, row)
+                    if at_ms < t.ended_ms:
+                        t.ended_ms = at_ms
+                else:
+                    own = user_of(d, row).tiers
+                    list_push(d, &own.below_head, &own.below_tail, row)
+                    if at_ms < own.below_ms:
+                        own.below_ms = at_ms
             row = after
         link_foresee(d, link)
     link_progress(d, link, now_ms)
 
 
+cdef inline void carry_below(rank_t* d, double now_ms) noexcept nogil:
+    """Let shared links carry on to a time that one rank has reached; what ends is not settled.
+
+    So no rank takes what others had under way before for what comes next.
+    """
+    cdef int link
+    if likely(d.num_sharers == 0):
+        return
+    for link in range(G2_TO_G3, NUM_LINKS):
+        link_advance(d, link, now_ms)
+    if d.tiers.clock_ms < now_ms:
+        d.tiers.clock_ms = now_ms
+
+
 cdef void link_start(rank_t* d, int link, int32_t row, int64_t blocks, double now_ms) noexcept nogil:
     """Put a job that moves `blocks` blocks on a link, not before the latest time that was looked at."""
     cdef tiers_t* t = d.tiers
+    carry_below(d.deep, now_ms)
     if now_ms < t.clock_ms:
         now_ms = t.clock_ms
     t.clock_ms = now_ms
-    link_advance(d, link, now_ms)
+    if d.num_sharers == 0:
+        link_advance(d, link, now_ms)
     if t.link_head[link] == NO_SLOT:
         t.link_ms[link] = now_ms
     d.tier_jobs[row].link = link
@@ -474,7 +505,7 @@ cdef bint tiers_make_room(rank_t* r, int64_t fresh, int64_t kept) noexcept nogil
             r.tier_blocks[r.tier_jobs[job].first + spare] = block
             spare += 1
             continue
-        make_room_in(r, G2, 1)
+        make_room_in(r, r, G2, 1)
         entry = entry_open(r, G2, block.hash, ARRIVING)
         if r.config.emit_events:
             e = &r.tier_entries[entry]
@@ -572,7 +603,7 @@ cdef void copy_down(rank_t* r, int32_t batch, int32_t tier, double now_ms) noexc
         block = r.tier_blocks[r.tier_jobs[batch].first + i]
         if tier_find(d, tier, block.hash) != NO_SLOT or room_of(d, tier) <= 0:
             continue
-        make_room_in(d, tier, 1)
+        make_room_in(r, d, tier, 1)
         below = entry_open(d, tier, block.hash, ARRIVING)
         e = &r.tier_entries[block.entry]
         d.tier_entries[below].tokens_hash = e.tokens_hash
@@ -728,7 +759,7 @@ cdef int tiers_swap(rank_t* r, int32_t slot, int64_t skip) noexcept nogil:
             i -= 1
         return SWAP_BLOCKED if r.p.offloading else SWAP_MISS
     pool_hold(r, r.found, skip)
-    make_room_in(r, G2, third + fourth)
+    make_room_in(r, r, G2, third + fourth)
     row = job_open(r, SWAP_JOB, skip + near + third + fourth)
     for i in range(skip):
         job_add(r, row, hashes[i]).block = r.found[i]
@@ -881,24 +912,23 @@ cdef void tiers_drop(rank_t* r, int32_t slot) noexcept nogil:
 
 # ---------------------------------------------------------------- time
 
-cdef int32_t take_due(rank_t* d, double by_ms) noexcept nogil:
-    """Transfers that ended by a time and were not settled, chained by link and id."""
-    cdef tiers_t* t = d.tiers
+cdef int32_t take_due(rank_t* d, int32_t* ended, int32_t* ended_tail, double* ended_ms, double by_ms) noexcept nogil:
+    """Transfers of a list that ended by a time, chained by link and id; their rows are of `d`."""
     cdef tier_job_t* jobs = d.tier_jobs
-    cdef int32_t row = t.ended_head
+    cdef int32_t row = ended[0]
     cdef int32_t head = NO_SLOT
     cdef int32_t after
     cdef int32_t at
     cdef int32_t before
-    t.ended_ms = NEVER
+    ended_ms[0] = NEVER
     while row != NO_SLOT:
         after = jobs[row].next
         if jobs[row].ended_ms > by_ms:
-            if jobs[row].ended_ms < t.ended_ms:
-                t.ended_ms = jobs[row].ended_ms
+            if jobs[row].ended_ms < ended_ms[0]:
+                ended_ms[0] = jobs[row].ended_ms
             row = after
             continue
-        list_remove(d, &t.ended_head, &t.ended_tail, row)
+        list_remove(d, ended, ended_tail, row)
         before = NO_SLOT
         at = head
         while at != NO_SLOT and (jobs[at].link < jobs[row].link
@@ -914,32 +944,29 @@ cdef int32_t take_due(rank_t* d, double by_ms) noexcept nogil:
     return head
 
 
-cdef void settle_due(rank_t* d, int32_t row) noexcept nogil:
-    """What a chain of `take_due` brings."""
+cdef void settle_due(rank_t* r, rank_t* d, int32_t row) noexcept nogil:
+    """What a chain of `take_due` brings a rank."""
     cdef int32_t after
     cdef int link
-    cdef rank_t* r
     while row != NO_SLOT:
         after = d.tier_jobs[row].next
         link = d.tier_jobs[row].link
         d.tier_jobs[row].next = NO_SLOT
         if link == G1_TO_G2:
-            end_batch(d, row)
+            end_batch(r, row)
         elif link == G2_TO_G1:
-            d.tiers.moved[link] += d.tier_jobs[row].count - d.tier_jobs[row].prefix
-            d.tier_jobs[row].link = -1
-            swap_done(d, row)
+            r.tiers.moved[link] += r.tier_jobs[row].count - r.tier_jobs[row].prefix
+            r.tier_jobs[row].link = -1
+            swap_done(r, row)
+        elif link == G3_TO_G2 or link == G4_TO_G2:
+            end_stage(r, row)
         else:
-            r = d if d.num_sharers == 0 else d.sharers[d.tier_jobs[row].rank]
-            if link == G3_TO_G2 or link == G4_TO_G2:
-                end_stage(r, row)
-            else:
-                end_copy(r, row)
+            end_copy(r, row)
         row = after
 
 
 cdef void carry(rank_t* r, double now_ms) noexcept nogil:
-    """Let all links of a rank carry on to `now_ms`; nothing is settled."""
+    """Let all links that a rank uses carry on to `now_ms`; nothing is settled."""
     cdef rank_t* d = r.deep
     cdef int link
     for link in range(NUM_LINKS):
@@ -950,31 +977,43 @@ cdef void carry(rank_t* r, double now_ms) noexcept nogil:
         d.tiers.clock_ms = now_ms
 
 
-cdef void tiers_tick(rank_t* r, double now_ms) noexcept nogil:
-    """Settle what has ended by `now_ms`, in order of time, as it goes on. An earlier time than before: nothing."""
+cdef bint tiers_tick(rank_t* r, double now_ms) noexcept nogil:
+    """Settle what has ended by `now_ms`, in order of time, as it goes on; whether anything had.
+
+    An earlier time than before: nothing. What ends at one time is settled by link
+    and id. Ends of others on shared links are left to them.
+    """
+    cdef tiers_t* t = r.tiers
     cdef int64_t active
     cdef double deadline
     cdef int32_t own
-    cdef int32_t shared
+    cdef int32_t below
+    cdef bint settled = False
     r.command_ms = now_ms
     count_parked(r, now_ms)
     if r.header.num_transfers == 0:
-        return
+        carry_below(r.deep, now_ms)
+        return False
     active = pool_active(r)
     while True:
         deadline = tiers_deadline(r)
         if deadline > now_ms + SLACK_MS or deadline == NEVER:
             break
         carry(r, deadline)
-        own = take_due(r, deadline + SLACK_MS)
-        shared = NO_SLOT if r.deep == r else take_due(r.deep, deadline + SLACK_MS)
-        settle_due(r, own)
-        settle_due(r.deep, shared)
+        # Settling may move the arena.
+        t = r.tiers
+        own = take_due(r, &t.ended_head, &t.ended_tail, &t.ended_ms, deadline + SLACK_MS)
+        below = take_due(r.deep, &t.below_head, &t.below_tail, &t.below_ms, deadline + SLACK_MS)
+        settled |= own != NO_SLOT or below != NO_SLOT
+        settle_due(r, r, own)
+        settle_due(r, r.deep, below)
+    if settled:
         r.header.effect_free = 0
     carry(r, now_ms)
     show_done(r)
     if pool_active(r) < active:
         r.header.capacity_generation += 1
+    return settled
 
 
 cdef void tiers_ready(rank_t* r) noexcept nogil:
@@ -1004,6 +1043,9 @@ cdef void tiers_reset(rank_t* r) noexcept nogil:
     t.ended_ms = NEVER
     t.ended_head = NO_SLOT
     t.ended_tail = NO_SLOT
+    t.below_ms = NEVER
+    t.below_head = NO_SLOT
+    t.below_tail = NO_SLOT
     t.done_head = NO_SLOT
     t.done_tail = NO_SLOT
     t.free_entry = NO_SLOT

@@ -480,7 +480,8 @@ cdef struct tiers_t:  # KVBM tiers: their scalars; one row
     double parked_ms              # summed over requests: from parking until its end was seen
     double seen_ms                # until when that is counted
     double clock_ms               # latest time that was looked at; nothing starts before it
-    double ended_ms               # first end that was not settled yet, infinity: none
+    double ended_ms               # first end on G1-G2 that was not settled yet, infinity: none
+    double below_ms               # the same, of this rank's transfers on the links below
     double link_ms[NUM_LINKS]     # until when progress is accounted for
     double link_next_ms[NUM_LINKS]    # when the next transfer of the link ends, infinity: none
     int32_t link_head[NUM_LINKS]  # transfers, in order of their start
@@ -491,8 +492,10 @@ cdef struct tiers_t:  # KVBM tiers: their scalars; one row
     int32_t wait_tail[NUM_TIERS]
     int32_t free_entry            # heads of the lists of unused rows
     int32_t free_job
-    int32_t ended_head            # transfers that have ended and were not settled
+    int32_t ended_head            # transfers on G1-G2 that have ended and were not settled
     int32_t ended_tail
+    int32_t below_head            # the same, of this rank's jobs in the tables of `rank_t.deep`
+    int32_t below_tail
     int32_t done_head             # swaps whose blocks have come, in order of parking; empty between calls
     int32_t done_tail
     int32_t parked_head           # parked requests, in order of parking
@@ -828,7 +831,7 @@ cdef struct rank_t:  # pointers into the arena of one rank, rebound whenever it 
     tier_block_t* tier_blocks
     origin_t* origins             # by block
     rank_t* deep                  # KVBM tiers: the rank whose tables hold G3, G4 and their links; itself if not shared
-    rank_t** sharers              # those that share them, by number
+    rank_t** sharers              # of such a rank: those that share its tables, by number, NULL: it left
     int64_t num_sharers           # 0: not shared
     int32_t sharer                # its number
     int64_t cap_tier_entries

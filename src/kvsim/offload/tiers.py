@@ -41,6 +41,15 @@ TIER_TRANSFER_VIEW = np.dtype(
 
 _NONE = -1
 
+_LOWER_END = {
+    TierLink.G1_TO_G2: Tier.G2,
+    TierLink.G2_TO_G1: Tier.G2,
+    TierLink.G2_TO_G3: Tier.G3,
+    TierLink.G3_TO_G2: Tier.G3,
+    TierLink.G2_TO_G4: Tier.G4,
+    TierLink.G4_TO_G2: Tier.G4,
+}
+
 
 def has_tiers(config: EngineConfig) -> bool:
     """Whether ranks of this configuration have lower KV tiers, of either design."""
@@ -53,7 +62,7 @@ def tier_blocks(rank: SchedulerRank, tier: Tier) -> npt.NDArray[Any]:
     Parameters
     ----------
     rank : SchedulerRank
-        G3 and G4 of a rank that shares them with others lie in the first of those.
+        If it shares G3 and G4 with other workers of its run, they hold what all of them brought there.
     tier : Tier
 
     Returns
@@ -61,7 +70,7 @@ def tier_blocks(rank: SchedulerRank, tier: Tier) -> npt.NDArray[Any]:
     ndarray of TIER_BLOCK_VIEW
         A rank without tiers has no blocks.
     """
-    entries = rank._state.view("tier_entries")
+    entries = _holder(rank, tier).view("tier_entries")
     mine = entries[(entries["tier"] == tier)] if rank.config.tiers_attached is not None else entries[:0]
     found = np.zeros(len(mine), TIER_BLOCK_VIEW)
     for name in TIER_BLOCK_VIEW.names or ():
@@ -71,8 +80,9 @@ def tier_blocks(rank: SchedulerRank, tier: Tier) -> npt.NDArray[Any]:
 
 def tier_lru(rank: SchedulerRank, tier: Tier) -> npt.NDArray[np.uint64]:
     """Hashes of what a tier may evict, the next victim first; a copy."""
-    entries, hashes = rank._state.view("tier_entries"), []
-    row = int(rank._state.view("tiers")[0]["lru_head"][tier]) if rank.config.tiers_attached is not None else _NONE
+    holder, hashes = _holder(rank, tier), []
+    entries = holder.view("tier_entries")
+    row = int(holder.view("tiers")[0]["lru_head"][tier]) if rank.config.tiers_attached is not None else _NONE
     while row != _NONE:
         hashes.append(entries[row]["hash"])
         row = int(entries[row]["next"])
@@ -82,6 +92,8 @@ def tier_lru(rank: SchedulerRank, tier: Tier) -> npt.NDArray[np.uint64]:
 def tier_transfers(rank: SchedulerRank) -> tuple[npt.NDArray[Any], list[npt.NDArray[np.uint64]]]:
     """Transfers that have not ended, link by link: those on it in order of their start, then those that wait.
 
+    On links that the rank shares with other workers of its run theirs are not among them.
+
     Returns
     -------
     transfers : ndarray of TIER_TRANSFER_VIEW
@@ -90,7 +102,7 @@ def tier_transfers(rank: SchedulerRank) -> tuple[npt.NDArray[Any], list[npt.NDAr
     """
     rows, hashes = [], []
     for link, job, waiting in _jobs(rank):
-        blocks = rank._state.view("tier_blocks")[int(job["first"]) :][: int(job["count"])]
+        blocks = _holder(rank, _LOWER_END[link]).view("tier_blocks")[int(job["first"]) :][: int(job["count"])]
         # A swap-in leads with the prefix that it keeps on the device.
         moved = blocks["hash"][int(job["prefix"]) if job["kind"] == TierJob.SWAP else 0 :]
         rows.append((int(job["id"]), link, waiting, len(moved), float(job["remaining"])))
@@ -98,17 +110,25 @@ def tier_transfers(rank: SchedulerRank) -> tuple[npt.NDArray[Any], list[npt.NDAr
     return np.array(rows, TIER_TRANSFER_VIEW), hashes
 
 
+def _holder(rank: SchedulerRank, tier: Tier) -> Any:
+    """The state in whose tables a tier of a rank, and the links to it from above, lie."""
+    return rank._state if tier == Tier.G2 else rank._state.deep()
+
+
 def _jobs(rank: SchedulerRank) -> Iterator[tuple[TierLink, Any, bool]]:
     if rank.config.tiers_attached is None:
         return
-    tiers, jobs = rank._state.view("tiers")[0], rank._state.view("tier_jobs")
+    own, owner = rank._state.view("tiers")[0], rank._state.sharer
     towards = {TierLink.G1_TO_G2: Tier.G2, TierLink.G2_TO_G3: Tier.G3, TierLink.G2_TO_G4: Tier.G4}
     for link in TierLink:
-        heads = [(int(tiers["link_head"][link]), False)]
+        holder = _holder(rank, _LOWER_END[link])
+        jobs = holder.view("tier_jobs")
+        heads = [(int(holder.view("tiers")[0]["link_head"][link]), False)]
         if link in towards:
-            heads.append((int(tiers["wait_head"][towards[link]]), True))
+            heads.append((int(own["wait_head"][towards[link]]), True))
         for head, waiting in heads:
             row = head
             while row != _NONE:
-                yield link, jobs[row], waiting
+                if _LOWER_END[link] == Tier.G2 or jobs[row]["rank"] == owner:
+                    yield link, jobs[row], waiting
                 row = int(jobs[row]["next"])
