@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from kvsim.config import EngineConfig, FixedTiming, PolynomialTiming, SglangConf
 from kvsim.contract import (
     CommandContext,
     ForwardPassMetrics,
+    KvEvent,
     PendingPass,
     RankIdentity,
     Request,
@@ -186,6 +187,8 @@ class ContractRun:
     cap: float = math.inf
     #: replace every rank by its fork after so many passes
     fork_after: int | None = None
+    #: asked at every instant after 0, when the passes that end at it are complete and nothing has begun
+    at_boundary: Callable[[ContractRun], None] | None = None
     records: dict[int, Record] = field(default_factory=dict)
     now: float = 0.0
     passes: int = 0
@@ -197,6 +200,9 @@ class ContractRun:
         self.left_behind: list[SchedulerRank] = []
         #: of the passes that did something and ended, by worker
         self.metrics: list[list[ForwardPassMetrics]] = [[] for _ in self.seats]
+        #: (when, event), by worker
+        self.kv_events: list[list[tuple[float, KvEvent]]] = [[] for _ in self.seats]
+        self._seen_ms = 0.0
 
     def run(self) -> ContractRun:
         while True:
@@ -204,6 +210,7 @@ class ContractRun:
             times = [seat.end_ms for seat in self.seats]
             if self.queue and self.concurrency is None:
                 times.append(self.queue[0].arrival_ms or 0.0)
+            times += [self._deadline(seat) for seat in self.seats]
             if min(times) == math.inf:
                 # Nothing can happen any more: only a policy that never admits is left.
                 if not any(self._fail(seat) for seat in self.seats if seat.pending is None):
@@ -215,12 +222,30 @@ class ContractRun:
                 for seat in self.seats:
                     seat.idle = False
 
+    def _deadline(self, seat: Seat) -> float:
+        """When a transfer of a lower tier ends; one of native host offload waits for the end of a pass."""
+        if seat.pending is not None and self.config.tiers_attached is None:
+            return math.inf
+        due = seat.rank.next_internal_deadline_ms()
+        return math.inf if due is None else due
+
     def _settle(self) -> None:
+        for seat in self.seats:
+            if self._deadline(seat) > self.now:
+                continue
+            if seat.pending is None:
+                work = seat.rank.process_internal_work(self.now, False)
+            else:
+                work = seat.rank.tick_offload_transport_only(self.now)
+            self._show(seat, work.kv_events)
         for seat in self.seats:
             if seat.end_ms == self.now:
                 assert seat.pending is not None
                 self._outputs(seat, seat.rank.complete_pass(seat.pending, self.now))
                 seat.pending, seat.end_ms, seat.idle = None, math.inf, False
+        if self.at_boundary is not None and self.now > self._seen_ms:
+            self._seen_ms = self.now
+            self.at_boundary(self)
         self._release()
         self._drive_all()
         while self._release():
@@ -266,6 +291,7 @@ class ContractRun:
             seat.idle = True
             return False
         outcome = seat.rank.execute_pass(self.now)
+        self._show(seat, outcome.start_effects.kv_events)
         for admission in outcome.start_effects.admissions:
             record = self.records[admission.request_id]
             if not record.admissions:
@@ -298,6 +324,7 @@ class ContractRun:
 
     def _outputs(self, seat: Seat, effects: Any) -> None:
         self.passes += 1
+        self._show(seat, effects.kv_events)
         if not seat.rank.header["effect_free"][0]:
             self.metrics[self.seats.index(seat)].append(effects.forward_pass_metrics)
         for output in effects.outputs:
@@ -306,6 +333,9 @@ class ContractRun:
             self.left_behind = [other.rank for other in self.seats]
             for other in self.seats:
                 other.rank = other.rank.fork()
+
+    def _show(self, seat: Seat, events: Iterable[KvEvent]) -> None:
+        self.kv_events[self.seats.index(seat)] += [(self.now, event) for event in events]
 
     def _signal(self, seat: Seat, output: Any) -> None:
         record = self.records[output.request_id]
