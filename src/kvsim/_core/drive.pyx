@@ -1542,6 +1542,7 @@ cdef class Fleet:
         for i in range(first, last):
             if self.ranks[i].p.num_ready >= 0:
                 self.cross_boundary(w, i)
+                self.show_events(i, now_ms)
         # The group tries again as long as any rank asks for it.
         for i in range(first, last):
             if self.ranks[i].p.num_ready >= 0 and engine_retries(self.ranks[i]):
