@@ -444,5 +444,8 @@ def withdraw(pending: PendingPass, request_id: int) -> bool:
     kept: Sequence[Output] = [output for output in effects.outputs if output.request_id != request_id]
     suppressed = len(kept) != len(effects.outputs)
     effects.outputs = kept
+    # The sample counts what is visible.
+    visible = [output.request_id for output in kept if not output.rejected]
+    effects.decode_acceptance = (len(visible), len(set(visible)))
     effects.lifecycle_events = [event for event in effects.lifecycle_events if event.request_id != request_id]
     return suppressed
