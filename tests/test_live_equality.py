@@ -149,7 +149,10 @@ def test_a_live_run_under_the_virtual_clock_is_the_replay(
             # all that it runs waits for transfers.
             kept_passes = set(theirs)
             fpms = [fpm for at, fpm in sink.of("fpm", rank) if (at, *fpm) not in kept_passes]
-            assert not any(fpm.num_prefill_requests or fpm.num_decode_requests for fpm in fpms)
+            # SGLang counts a decode before it finds that there are no pages for it.
+            decodes = config.backend != "sglang" and any(fpm.num_decode_requests for fpm in fpms)
+            assert not decodes
+            assert not any(fpm.num_prefill_requests for fpm in fpms)
             mine = [row for row in mine if row in kept_passes]
         assert mine == theirs
         if events:
@@ -160,8 +163,10 @@ def test_a_live_run_under_the_virtual_clock_is_the_replay(
                 assert [row for _, row in shown] == [row for _, row in kept[rank]]
             else:
                 assert shown == kept[rank]
-    if not events:
-        # The ranks of a replay hold on to events that nobody takes, and to their place in the queue.
+    shared = config.kvbm_tiers is not None and (config.kvbm_tiers.num_g3_blocks > 0 or config.kvbm_tiers.g4_storage)
+    if not events and not shared:
+        # The ranks of a replay hold on to events that nobody takes, and to their place in the queue; what lies
+        # below G2 belongs to all of them, and to each live rank alone.
         assert [rank.digest() for rank in engine.ranks] == digests(replayed)
     for rank in engine.ranks:
         rank.check_integrity()
